@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from workers.engine.layers.base import Projection
+from workers.engine.layers.heads import Rows
 from workers.engine.layers.parallel import Parallel, Shard
 from workers.engine.layers.quantized import Weight
 from workers.engine.layers.weights import Weights
@@ -32,7 +33,7 @@ def load_fused(
     weights: Weights,
     names: Sequence[str],
     size_in: int,
-    sizes_out: Sequence[Shard],
+    sizes_out: Sequence[Rows],
     bias: bool,
     transposed: bool = False,
     activation: str | None = None,
@@ -48,8 +49,12 @@ def load_fused(
 def load_gated(
     weights: Weights, gate: str, up: str, size_in: int, size_out: Shard, bias: bool, activation: str
 ) -> Projection:
-    """Return a projection that multiplies the activation of `gate` by `up`."""
-    return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, [size_out, size_out], bias), activation)
+    """Return a projection that multiplies the activation of `gate` by `up`.
+
+    Equal names stand for one tensor with the gate's rows first.
+    """
+    rows = [size_out.within(part, 2) if gate == up else size_out for part in range(2)]
+    return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, rows, bias), activation)
 
 
 def load_row_parallel(
@@ -68,7 +73,7 @@ def _take_fused(
     weights: Weights,
     names: Sequence[str],
     size_in: int,
-    sizes_out: Sequence[Shard],
+    sizes_out: Sequence[Rows],
     bias: bool,
     transposed: bool = False,
 ) -> tuple[Weight, Tensor | None]:

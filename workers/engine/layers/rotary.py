@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,6 +29,21 @@ class RopeConfig:
     kind: str
     scaling: Mapping[str, Any]
     max_position_embeddings: int
+    rotated_share: float = 1.0  # of a head's numbers; see `rotary_order`
+
+    def rotated(self, head_dim: int) -> int:
+        """Return how many numbers of a head are rotated."""
+        return int(head_dim * self.rotated_share)
+
+    @property
+    def longest(self) -> int:
+        """Return the longest context in tokens that the scaling was made for."""
+        factor, positions = self.scaling.get("factor"), self.max_position_embeddings
+        if self.kind in ("linear", "dynamic"):
+            return int(positions * float(self.scaling["factor"]))
+        if self.kind == "yarn" and factor:
+            return max(positions, int(int(self.scaling["original_max_position_embeddings"]) * float(factor)))
+        return positions
 
     @property
     def depends_on_length(self) -> bool:
@@ -57,13 +73,13 @@ class Rotary:
         self, config: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._config = config
-        self._head_dim = head_dim
+        self._rotated, self._kept = config.rotated(head_dim), head_dim - config.rotated(head_dim)
         self._dtype = dtype
-        frequencies, self._scale = inverse_frequencies(config, head_dim, length=0)
+        frequencies, self._scale = inverse_frequencies(config, self._rotated, length=0)
         self._table = self._rotations(torch.arange(max_length), frequencies).to(device)
         self._long_table: Tensor | None = None
         if config.kind == "longrope" and max_length > config.unscaled_length:
-            frequencies, _ = inverse_frequencies(config, head_dim, length=config.unscaled_length + 1)
+            frequencies, _ = inverse_frequencies(config, self._rotated, length=config.unscaled_length + 1)
             self._long_table = self._rotations(torch.arange(max_length), frequencies).to(device)
         self._varies = config.depends_on_length and max_length > config.unscaled_length
 
@@ -83,15 +99,30 @@ class Rotary:
     def _long_rotations(self, positions: Tensor, lengths: Tensor) -> Tensor:
         if self._long_table is not None:
             return self._long_table[positions]
-        return self._rotations(positions, _dynamic_frequencies(self._config, self._head_dim, lengths))
+        return self._rotations(positions, _dynamic_frequencies(self._config, self._rotated, lengths))
 
     def _rotations(self, positions: Tensor, frequencies: Tensor) -> Tensor:
-        """Return [T, 2, head_dim] from positions [T] and frequencies [head_dim / 2] or [T, head_dim
-        / 2].
+        """Return [T, 2, head_dim] from positions [T] and frequencies [rotated / 2] or [T, rotated /
+        2].
         """
         angles = positions[:, None].float() * frequencies.to(positions.device)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        if self._kept:
+            cos, sin = F.pad(cos, (0, self._kept // 2), value=1.0), F.pad(sin, (0, self._kept // 2))
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(self._dtype)
+
+
+class NoRotation:
+    """The rotation of layers without positions, in the form of `Rotary`."""
+
+    def __init__(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        kept = torch.ones(1, 1, head_dim, dtype=dtype, device=device)
+        self._pair = kept, torch.zeros_like(kept)
+
+    def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a cosine of 1 and a sine of 0, [T, 1, head_dim]."""
+        cos, sin = (each.expand(len(positions), -1, -1) for each in self._pair)
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

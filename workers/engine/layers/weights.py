@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.layers.base import Ops
+from workers.engine.layers.heads import Rows
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel, Shard
 from workers.engine.layers.quantized import QuantizedWeight, Weight, stack_rows
@@ -76,7 +77,7 @@ class Weights:
         return target
 
     def take_rows(
-        self, names: Sequence[str], rows: Sequence[Shard], columns: int | None, transposed: bool = False
+        self, names: Sequence[str], rows: Sequence[Rows], columns: int | None, transposed: bool = False
     ) -> Tensor:
         """Return rows of several tensors [total, columns] (or [total] if `columns` is None),
         stacked for a fused projection.
@@ -92,9 +93,7 @@ class Weights:
                 self._read(name, (shard.total, *rest), (shard.where,), part)
         return target
 
-    def take_matrix(
-        self, names: Sequence[str], rows: Sequence[Shard], columns: int, transposed: bool = False
-    ) -> Weight:
+    def take_matrix(self, names: Sequence[str], rows: Sequence[Rows], columns: int, transposed: bool = False) -> Weight:
         """Return `take_rows` of a matrix, quantized if it is stored so and products with it need no
         dequantization.
         """
@@ -145,7 +144,7 @@ class Weights:
             self._read(name, (rows, columns.total), (slice(None), columns.where), target)
         return target
 
-    def _read(self, name: str, shape: Sequence[int], where: tuple[slice, ...], target: Tensor) -> None:
+    def _read(self, name: str, shape: Sequence[int], where: tuple[slice | Tensor, ...], target: Tensor) -> None:
         """Copy a tensor or a part of it, since a file replaced under a memory map would kill the
         process.
         """

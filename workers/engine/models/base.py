@@ -40,11 +40,18 @@ class DecoderModel(ABC):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return `logits` in any float dtype, which saves a pass over them."""
-        return self.lm_head.logits(hidden) if self._parallel.size == 1 else self.logits(hidden)
+        return self._finished(self.lm_head.logits(hidden)) if self._parallel.size == 1 else self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [R, vocab] for hidden states [R, hidden]."""
-        return self._parallel.gather_logits(self.lm_head.logits(hidden), self.config.vocab_size)
+        return self._finished(self._parallel.gather_logits(self.lm_head.logits(hidden), self.config.vocab_size))
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """Return logits with the model's factor and soft cap."""
+        factor, cap = self.config.logit_factor, self.config.logit_cap
+        if factor != 1.0:
+            logits = logits.mul_(factor)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 class EncoderModel(ABC):
@@ -65,9 +72,21 @@ class EncoderModel(ABC):
         """
 
 
-def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[Table, Table]:
+class BiasedTable:
+    """An output projection with a bias, which has no embeddings."""
+
+    def __init__(self, table: Table, bias: Tensor) -> None:
+        self.rows, self._table, self._bias = table.rows, table, bias
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._table.logits(hidden).add_(self._bias)
+
+
+def load_tables(
+    weights: Weights, config: ModelConfig, embedding: str, head: str = "lm_head", bias: bool = False
+) -> tuple[Table, Table]:
     """Return the embedding of that name [vocab, hidden], and this rank's rows of the output
-    projection.
+    projection `head`, with a `bias` if the family has one.
 
     Every rank's part is padded to the same number of rows. Tied weights use rows of the embedding;
     a single rank shares the whole table.
@@ -77,10 +96,13 @@ def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[
     if config.tie_word_embeddings and own.length == config.vocab_size:
         shared = weights.ops.table(table)
         return shared, shared
-    head = (
+    rows = (
         table[own.where]
         if config.tie_word_embeddings
-        else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
+        else weights.take_rows([f"{head}.weight"], [own], config.hidden_size)
     )
     missing = most - own.length
-    return weights.ops.table(table), weights.ops.table(F.pad(head, (0, 0, 0, missing)) if missing else head)
+    output = weights.ops.table(F.pad(rows, (0, 0, 0, missing)) if missing else rows)
+    if bias:
+        output = BiasedTable(output, F.pad(weights.take_rows([f"{head}.bias"], [own], None), (0, missing)))
+    return weights.ops.table(table), output

@@ -35,7 +35,12 @@ class ModelConfig:
     activation: str
     tie_word_embeddings: bool
     layers: tuple[AttentionShape, ...]
-    rope: RopeConfig | None = None
+    # The rotations of its layers; None for layers without positions beside others that have them
+    ropes: tuple[RopeConfig | None, ...] = ()
+    rotations: tuple[int, ...] = ()  # by layer, the index in `ropes`; empty if all have the first
+    embedding_factor: float = 1.0
+    logit_factor: float = 1.0
+    logit_cap: float | None = None  # cap * tanh(logit / cap)
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # its name in the checkpoint
     pooling: PoolingConfig | None = None  # for a model that does not generate
@@ -74,20 +79,18 @@ class ModelConfig:
     @property
     def max_model_len(self) -> int:
         """Return the longest context in tokens that the model was made for."""
-        if self.rope is None:
-            return self.max_position_embeddings
-        if self.rope.kind in ("linear", "dynamic"):
-            return int(self.max_position_embeddings * float(self.rope.scaling["factor"]))
-        if self.rope.kind == "yarn" and self.rope.scaling.get("factor"):
-            original = int(self.rope.scaling["original_max_position_embeddings"])
-            return max(self.max_position_embeddings, int(original * float(self.rope.scaling["factor"])))
-        return self.max_position_embeddings
+        return max((rope.longest for rope in self.ropes if rope is not None), default=self.max_position_embeddings)
 
     def prefix_cacheable(self, max_model_len: int) -> bool:
         """Return whether equal prefixes always have equal keys, so that requests may share cached
         blocks.
         """
-        return self.rope is None or not self.rope.depends_on_length or max_model_len <= self.rope.unscaled_length
+        ropes = (rope for rope in self.ropes if rope is not None)
+        return all(not rope.depends_on_length or max_model_len <= rope.unscaled_length for rope in ropes)
+
+    def rotation(self, layer: int) -> int:
+        """Return the index in `ropes` of a layer's rotation."""
+        return self.rotations[layer] if self.rotations else 0
 
 
 def shard_model(model: ModelConfig, size: int) -> ModelConfig:
@@ -123,14 +126,15 @@ def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     if kind not in ROPE_TYPES:
         raise ModelLoadError(f"config.json asks for RoPE scaling {kind!r}; supported are {', '.join(ROPE_TYPES)}")
-    if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelLoadError("config.json asks for a partial rotary factor, which no supported architecture uses")
+    share = float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    if not 0 < share <= 1:
+        raise ModelLoadError(f"config.json has a partial_rotary_factor of {share}; it must be above 0 and at most 1")
     if kind in _SCALED_FROM_ORIGINAL:
         if raw.get("original_max_position_embeddings"):
             scaling["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
         scaling.setdefault("original_max_position_embeddings", max_position_embeddings)
     _require_scaling(kind, scaling)
-    return RopeConfig(theta=theta, kind=kind, scaling=scaling, max_position_embeddings=max_position_embeddings)
+    return RopeConfig(theta, kind, scaling, max_position_embeddings, share)
 
 
 def _require_scaling(kind: str, scaling: Json) -> None:

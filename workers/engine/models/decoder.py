@@ -1,9 +1,8 @@
-"""Implement the decoder shared by Llama, Mistral, Qwen2 and Qwen3: RMS norms, rotary positions, a
-gated MLP.
-"""
+"""Build decoders with rotary positions from a list of layers and a family's words."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,24 +14,64 @@ from workers.engine.layers.base import (
     AttentionShape,
     DecoderLayer,
     MlpPart,
+    Norm,
 )
+from workers.engine.layers.heads import HeadRows, rotary_order, separate
 from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel
-from workers.engine.layers.norm import RMSNorm
-from workers.engine.layers.rotary import Rotary
+from workers.engine.layers.norm import LayerNorm, RMSNorm
+from workers.engine.layers.rotary import NoRotation, Rotary
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel, load_tables
 from workers.engine.models.config import Json, ModelConfig, require, rope_config
 
+HeadPlaces = Callable[[int, int, int], list[HeadRows]]
+"""Place of queries, keys and values in their tensors, for heads, key-value heads and head size."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names of a family's tensors; those of layers follow the layer's index.
+
+    Norms of results are None for families without them. Equal names stand for parts of one tensor.
+    """
+
+    layers: str = "*.layers"
+    embedding: str = "*.embed_tokens"
+    norm: str = "*.norm"
+    head: str = "lm_head"
+    queries: str = "self_attn.q_proj"
+    keys: str = "self_attn.k_proj"
+    values: str = "self_attn.v_proj"
+    output: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    attention_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    attention_result_norm: str | None = None
+    mlp_result_norm: str | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderVariant:
-    """The differences between the families."""
+    """The words in which families differ."""
 
+    names: TensorNames = TensorNames()
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    head_norm: bool = False  # RMS norm over each query and key head before rotation
+    head_bias: bool = False  # of the output projection
+    head_norm: bool = False  # a norm over each query and key head before rotation
+    layer_norm: bool = False  # layer norms in place of RMS norms
+    norm_bias: bool = True  # of layer norms
+    gated: bool = True  # whether MLPs have gates
+    parallel: bool = False  # see `DecoderLayer`
+    factor: float = 1.0  # of what a part adds
+    interleaved: bool = False  # see `rotary_order`
+    places: HeadPlaces = separate
 
 
 class RotaryDecoder(DecoderModel):
@@ -40,44 +79,104 @@ class RotaryDecoder(DecoderModel):
 
     def __init__(self, config: ModelConfig, variant: DecoderVariant, weights: Weights, max_model_len: int) -> None:
         super().__init__(config, weights)
-        assert config.rope is not None
-        self.embedding, self.lm_head = load_tables(weights, config, "*.embed_tokens.weight")
-        self.rotary = Rotary(config.rope, config.layers[0].head_dim, max_model_len, weights.dtype, weights.device)
-        layers = [_layer(config, variant, weights, layer) for layer in range(len(config.layers))]
-        norm = RMSNorm(weights, "*.norm", config.hidden_size, config.norm_eps)
-        self.stack = weights.ops.stack(layers, norm)
+        names = variant.names
+        self.embedding, self.lm_head = load_tables(
+            weights, config, f"{names.embedding}.weight", names.head, variant.head_bias
+        )
+        self.rotations = [_rotation(config, index, weights, max_model_len) for index in range(len(config.ropes))]
+        layers = [_LayerLoader(config, variant, weights, index).load() for index in range(len(config.layers))]
+        self.stack = weights.ops.stack(layers, _load_norm(config, variant, weights, names.norm))
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        return self.stack(self.embedding.rows(input_ids), [self.rotary.cos_sin(positions, lengths)], attend)
+        hidden, factor = self.embedding.rows(input_ids), self.config.embedding_factor
+        if factor != 1.0:
+            hidden.mul_(factor)
+        return self.stack(hidden, [rotation.cos_sin(positions, lengths) for rotation in self.rotations], attend)
 
 
-def _layer(config: ModelConfig, variant: DecoderVariant, weights: Weights, layer: int) -> DecoderLayer:
-    name, hidden, eps, shape = f"*.layers.{layer}", config.hidden_size, config.norm_eps, config.layers[layer]
-    queries, keys = weights.parallel.shard(shape.queries), weights.parallel.shard(shape.keys, shape.kv_copies)
-    width = weights.parallel.part(config.intermediate_size)
-    projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-    query_norm, key_norm = (
-        RMSNorm(weights, f"{name}.self_attn.{part}_norm", shape.head_dim, eps) if variant.head_norm else None
-        for part in "qk"
-    )
-    gate, up = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
-    attention = AttentionPart(
-        shape,
-        load_fused(weights, projections, hidden, [queries, keys, keys], variant.qkv_bias),
-        load_row_parallel(weights, f"{name}.self_attn.o_proj", queries, hidden, variant.output_bias),
-        query_norm,
-        key_norm,
-    )
-    mlp = MlpPart(
-        load_gated(weights, gate, up, hidden, width, variant.mlp_bias, config.activation),
-        load_row_parallel(weights, f"{name}.mlp.down_proj", width, hidden, variant.mlp_bias),
-    )
-    return DecoderLayer(
-        attention,
-        mlp,
-        RMSNorm(weights, f"{name}.input_layernorm", hidden, eps),
-        RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, eps),
-    )
+def _rotation(config: ModelConfig, index: int, weights: Weights, max_model_len: int) -> Rotary | NoRotation:
+    rope = config.ropes[index]
+    layer = next((layer for layer in range(len(config.layers)) if config.rotation(layer) == index), 0)
+    head_dim = config.layers[layer].head_dim
+    if rope is None:
+        return NoRotation(head_dim, weights.dtype, weights.device)
+    return Rotary(rope, head_dim, max_model_len, weights.dtype, weights.device)
+
+
+def _load_norm(config: ModelConfig, variant: DecoderVariant, weights: Weights, name: str) -> Norm:
+    if variant.layer_norm:
+        return LayerNorm(weights, name, config.hidden_size, config.norm_eps, variant.norm_bias)
+    return RMSNorm(weights, name, config.hidden_size, config.norm_eps)
+
+
+class _LayerLoader:
+    """Load one layer."""
+
+    def __init__(self, config: ModelConfig, variant: DecoderVariant, weights: Weights, index: int) -> None:
+        self._config, self._variant, self._weights = config, variant, weights
+        self._name, self._index, self._shape = f"{variant.names.layers}.{index}", index, config.layers[index]
+
+    def load(self) -> DecoderLayer:
+        names, variant = self._variant.names, self._variant
+        return DecoderLayer(
+            self._attention(),
+            self._mlp(),
+            self._norm(names.attention_norm),
+            self._norm(names.mlp_norm),
+            self._norm(names.attention_result_norm),
+            self._norm(names.mlp_result_norm),
+            variant.parallel,
+            variant.factor,
+        )
+
+    def _attention(self) -> AttentionPart:
+        names, variant, weights, shape = self._variant.names, self._variant, self._weights, self._shape
+        parallel, hidden = weights.parallel, self._config.hidden_size
+        heads, kv_heads = shape.heads * parallel.size, shape.kv_heads * parallel.size // shape.kv_copies
+        order = self._order()
+        queries, keys, values = variant.places(heads, kv_heads, shape.head_dim)
+        rows = [
+            queries.on_rank(parallel, order=order),
+            keys.on_rank(parallel, shape.kv_copies, order),
+            values.on_rank(parallel, shape.kv_copies),
+        ]
+        tensors = [f"{self._name}.{name}" for name in (names.queries, names.keys, names.values)]
+        return AttentionPart(
+            shape,
+            load_fused(weights, tensors, hidden, rows, variant.qkv_bias),
+            load_row_parallel(
+                weights, f"{self._name}.{names.output}", parallel.shard(shape.queries), hidden, variant.output_bias
+            ),
+            self._head_norm(names.query_norm),
+            self._head_norm(names.key_norm),
+            self._config.rotation(self._index),
+        )
+
+    def _order(self) -> Tensor | None:
+        rope = self._config.ropes[self._config.rotation(self._index)]
+        if rope is None:
+            return None
+        return rotary_order(self._shape.head_dim, rope.rotated(self._shape.head_dim), self._variant.interleaved)
+
+    def _head_norm(self, name: str) -> Norm | None:
+        if not self._variant.head_norm:
+            return None
+        return RMSNorm(self._weights, f"{self._name}.{name}", self._shape.head_dim, self._config.norm_eps)
+
+    def _mlp(self) -> MlpPart:
+        config, variant, weights, names = self._config, self._variant, self._weights, self._variant.names
+        hidden, bias, width = config.hidden_size, variant.mlp_bias, weights.parallel.part(config.intermediate_size)
+        gate, up, down = (f"{self._name}.{name}" for name in (names.gate, names.up, names.down))
+        if variant.gated:
+            first = load_gated(weights, gate, up, hidden, width, bias, config.activation)
+        else:
+            first = load_fused(weights, [up], hidden, [width], bias, activation=config.activation)
+        return MlpPart(first, load_row_parallel(weights, down, width, hidden, bias))
+
+    def _norm(self, name: str | None) -> Norm | None:
+        if name is None:
+            return None
+        return _load_norm(self._config, self._variant, self._weights, f"{self._name}.{name}")
 
 
 def decoder_config(
@@ -87,8 +186,12 @@ def decoder_config(
     max_position_embeddings: int,
     head_dim: int | None = None,
     windows: tuple[int | None, ...] | None = None,
+    norm_eps: str = "rms_norm_eps",
 ) -> ModelConfig:
-    """Return the ModelConfig of the config.json; the keywords are the family's defaults."""
+    """Return the ModelConfig of the config.json; the keywords are the family's defaults.
+
+    `norm_eps` is the name of the norms' epsilon in config.json.
+    """
     hidden, heads, layers = (
         require(raw, "hidden_size"),
         require(raw, "num_attention_heads"),
@@ -105,12 +208,12 @@ def decoder_config(
         hidden_size=hidden,
         intermediate_size=require(raw, "intermediate_size"),
         max_position_embeddings=positions,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(raw.get(norm_eps, 1e-6)),
         activation=str(raw.get("hidden_act", "silu")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         layers=tuple(
             AttentionShape(heads, kv_heads, dim, dim**-0.5, AttentionPattern(window=window))
             for window in windows or (None,) * layers
         ),
-        rope=rope_config(raw, positions),
+        ropes=(rope_config(raw, positions),),
     )

@@ -209,7 +209,7 @@ def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: li
         activation="",
         tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
         layers=tuple(_layer_shape(call, positions) for call in by_layer),
-        rope=_rope(name, settings, positions),
+        ropes=(_rope(name, settings, positions),),
     )
 
 

@@ -112,7 +112,7 @@ def test_base_defaults_to_ten_thousand() -> None:
         ({"rope_scaling": {"rope_type": "spiral"}}, "RoPE scaling 'spiral'; supported are default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' but does not set factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "does not set low_freq_factor, high_freq_factor"),
-        ({"partial_rotary_factor": 0.5}, "partial rotary factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor of 1.5; it must be above 0"),
     ],
 )
 def test_what_is_not_known_is_refused(raw: dict[str, Any], message: str) -> None:
