@@ -1,6 +1,6 @@
 """What an executor refuses, and the KV cache that it plans."""
 
-from collections.abc import Callable
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ def test_context_is_shortened_to_the_cache_when_not_asked_for() -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_a_cache_fills_what_it_was_given(dtype: str, copy_of: Callable[[str], Path]) -> None:
-    path = copy_of("llama")
+def test_a_cache_fills_what_it_was_given(dtype: str, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folder("llama"), tmp_path / "llama"))
     edit(path / "config.json", dtype="bfloat16")
     executor = Executor(EngineConfig(model=str(path), device="cpu", dtype=dtype, kv_cache_memory_bytes=100_000))  # type: ignore[arg-type]
     size = sum(cache.nbytes for cache in executor.runner.caches)
