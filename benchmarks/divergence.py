@@ -12,7 +12,8 @@ from benchmarks.models import INT4, model_folder, settings_of
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import StepAttention, cached_layers
 from workers.engine.backends.registry import default_backend
-from workers.engine.device.loader import load_weights, open_checkpoint
+from workers.engine.checkpoint.decoder_loader import load_weights
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.layers.base import Ops
 from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.models.base import DecoderModel

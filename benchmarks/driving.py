@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.models import model_folder
 from benchmarks.workload import write_workload
+from workers.engine.checkpoint.dtypes import cpu_dtype
 from workers.engine.client.async_engine import AsyncEngine
-from workers.engine.device.loader import cpu_dtype
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, SamplingParams
 

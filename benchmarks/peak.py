@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.driving import engine_dtype
 from benchmarks.report import arguments, write_report
-from workers.engine.device.loader import cpu_dtype
+from workers.engine.checkpoint.dtypes import cpu_dtype
 
 _SIZES = (1024, 1536, 2048, 3072)
 _COPY_BYTES = 512 << 20

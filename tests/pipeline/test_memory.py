@@ -12,7 +12,9 @@ from benchmarks.processes import command_line, family, memory
 from benchmarks.workload import write_workload
 from tests.support.commands import running_pipeline
 from tests.support.waiting import wait_until
-from workers.engine.device.loader import cpu_dtype, open_checkpoint, weight_bytes
+from workers.engine.checkpoint.dtypes import cpu_dtype
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
+from workers.engine.checkpoint.weight_size import weight_bytes
 
 CACHE_BYTES = 256 << 20
 SPARE_BYTES = 400 << 20

@@ -2,7 +2,9 @@
 
 import torch
 
-from workers.engine.device.loader import load_weights, open_checkpoint, resolve_dtype
+from workers.engine.checkpoint.decoder_loader import load_weights
+from workers.engine.checkpoint.dtypes import resolve_dtype
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.layers.base import Ops
 from workers.engine.models.base import DecoderModel
 

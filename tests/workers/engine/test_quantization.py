@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.engine import driving
-from tests.workers.engine.device.test_loader import logits
+from tests.workers.engine.checkpoint.test_loading import logits
 from tests.workers.engine.device.test_parallel import weight_of
 from tests.workers.engine.models.tiny_models import VOCAB, folder
 from tests.workers.engine.models.tiny_pooling_models import pooling_folder
@@ -16,10 +16,12 @@ from tests.workers.engine.native.available import needs_native
 from tests.workers.engine.native.rounding import RoundingOps
 from tests.workers.engine.places import CPU, Place, at_all
 from tests.workers.engine.pooling import EMBED, pooling_requests, run_pooling, start
+from workers.engine.checkpoint.decoder_loader import load_weights
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint, shard_checkpoint
+from workers.engine.checkpoint.pooling_loader import load_pooling_model
+from workers.engine.checkpoint.weight_size import weight_bytes
 from workers.engine.core import EngineCore
 from workers.engine.device.executor import Executor
-from workers.engine.device.loader import load_weights, open_checkpoint, shard_checkpoint, weight_bytes
-from workers.engine.device.pooling_loader import load_pooling_model
 from workers.engine.layers.base import Ops
 from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.layers.ops import TorchOps

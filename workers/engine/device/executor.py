@@ -9,9 +9,9 @@ import logging
 from contextlib import ExitStack
 
 from workers.engine.attention.context import Interruption
+from workers.engine.checkpoint.model_digest import digest_of
 from workers.engine.device.device import take_devices
 from workers.engine.device.memory import available_memory
-from workers.engine.device.model_digest import digest_of
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.device.pooling_runner import PoolingRunner
 from workers.engine.device.rank import Rank, open_shard

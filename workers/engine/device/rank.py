@@ -14,14 +14,16 @@ from contextlib import contextmanager
 import torch
 
 from workers.engine.backends.registry import find_backend
+from workers.engine.checkpoint.decoder_loader import load_weights
+from workers.engine.checkpoint.model_checkpoint import ModelCheckpoint, open_checkpoint, shard_checkpoint
+from workers.engine.checkpoint.pooling_loader import load_pooling_model
+from workers.engine.checkpoint.weight_size import weight_bytes
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
 from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes, plan_cache, settle_prefix_caching
 from workers.engine.device.device import check_gpu, usable_device
-from workers.engine.device.loader import ModelCheckpoint, load_weights, open_checkpoint, shard_checkpoint, weight_bytes
 from workers.engine.device.memory import GpuMemory, available_memory, gib
 from workers.engine.device.memory_profiling import profile_memory
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
-from workers.engine.device.pooling_loader import load_pooling_model
 from workers.engine.device.pooling_runner import PoolingRunner, make_runner
 from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.layers.parallel import Parallel

@@ -8,7 +8,7 @@ import torch
 
 from workers.engine.backends.base import Backend
 from workers.engine.backends.registry import default_backend, find_backend
-from workers.engine.device.loader import resolve_dtype
+from workers.engine.checkpoint.dtypes import resolve_dtype
 from workers.engine.messages.config import (
     CPU_ENCODER_SEQUENCES,
     CPU_LIVE_STEP_MS,

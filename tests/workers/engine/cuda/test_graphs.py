@@ -17,8 +17,9 @@ from tests.workers.engine.driving import recorded, resolved
 from tests.workers.engine.models.tiny_models import folder, reference
 from tests.workers.engine.places import Place, interpreted, on_gpu
 from workers.engine.backends.registry import find_backend
+from workers.engine.checkpoint.decoder_loader import load_weights
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work, sizes, steps_to_record
-from workers.engine.device.loader import load_weights, open_checkpoint
 from workers.engine.device.model_runner import ModelRunner
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan

@@ -10,8 +10,9 @@ from tests.workers.engine.driving import resolved
 from tests.workers.engine.models.tiny_pooling_models import pooling_folder
 from tests.workers.engine.native.available import missing_native, needs_native
 from tests.workers.engine.places import Place, on_gpu
+from workers.engine.checkpoint.dtypes import cpu_dtype
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.device import loader
-from workers.engine.device.loader import cpu_dtype, open_checkpoint
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError

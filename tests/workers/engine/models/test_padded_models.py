@@ -24,8 +24,8 @@ from tests.workers.engine.models.tiny_pooling_models import (
 )
 from tests.workers.engine.places import CPU
 from tests.workers.engine.pooling import EMBED, assert_close, pooling_requests, run_pooling, start
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.device.executor import Executor
-from workers.engine.device.loader import open_checkpoint
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import PoolingParams
 from workers.engine.messages.errors import ModelLoadError

@@ -25,10 +25,10 @@ from tests.workers.engine.models.tiny_models import (
     reference,
 )
 from tests.workers.engine.places import GPU, Place, at_all, interpreted
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.core import EngineCore
 from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
-from workers.engine.device.loader import open_checkpoint
 from workers.engine.device.model_runner import ModelRunner
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, SamplingParams

@@ -19,9 +19,9 @@ from tests.workers.engine import driving
 from tests.workers.engine.loading import load_model
 from tests.workers.engine.models.tiny_models import MODELS, NEW_TOKENS, OTHERS, TinyModel, folder, make, reference
 from tests.workers.engine.places import Place, at, interpreted
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.cuda.graphs import Work
 from workers.engine.device.executor import Executor
-from workers.engine.device.loader import open_checkpoint
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, SamplingParams
 from workers.engine.messages.errors import ModelLoadError

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from workers.engine.device.model_digest import digest_of
+from workers.engine.checkpoint.model_digest import digest_of
 from workers.settings import DEMO_MODEL
 
 WEIGHTS = "model.safetensors"

@@ -10,15 +10,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.engine import driving
-from tests.workers.engine.device.quantizing import Case, Parts, change, write
-from tests.workers.engine.device.test_loader import logits
-from tests.workers.engine.device.test_quantized_checkpoint import CASES, CPU, Q_PROJ, packed, weights_of
+from tests.workers.engine.checkpoint.quantizing import Case, Parts, change, write
+from tests.workers.engine.checkpoint.test_loading import logits
+from tests.workers.engine.checkpoint.test_quantized_checkpoint import CASES, CPU, Q_PROJ, packed, weights_of
 from tests.workers.engine.loading import load_model
 from tests.workers.engine.models.tiny_models import VOCAB
 from tests.workers.engine.places import GPU, TORCH, Place, interpreted, needs_interpreter, on_gpu
+from workers.engine.checkpoint.decoder_loader import load_weights
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint, shard_checkpoint
+from workers.engine.checkpoint.readers import weight_readers
+from workers.engine.checkpoint.weight_size import weight_bytes
 from workers.engine.core import EngineCore
 from workers.engine.device.executor import Executor
-from workers.engine.device.loader import load_weights, open_checkpoint, shard_checkpoint, weight_bytes, weight_readers
 from workers.engine.kernels.ops import TritonOps
 from workers.engine.kernels.quantized_matmul import QuantizedMatmul
 from workers.engine.kernels.scaled_matmul import ScaledMatmul, quantize_rows

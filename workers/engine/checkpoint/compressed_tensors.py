@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.engine.device.quantized_formats import (
+from workers.engine.checkpoint.quantized_formats import (
     EMBEDDINGS,
     FLOAT8,
     CheckpointFormat,
@@ -27,7 +27,7 @@ from workers.engine.device.quantized_formats import (
     read_strings,
     unreadable,
 )
-from workers.engine.device.quantized_matrix import (
+from workers.engine.checkpoint.quantized_matrix import (
     INDICES,
     SCALES,
     WORDS,

@@ -15,15 +15,11 @@ from torch import Tensor
 
 from tests.workers.engine.loading import load_model
 from tests.workers.engine.models.tiny_models import MODELS, folder, make
-from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import StepAttention, cached_layers
 from workers.engine.attention.reference import TorchAttention
-from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes
-from workers.engine.device.executor import Executor
-from workers.engine.device.loader import open_checkpoint, weight_bytes
-from workers.engine.device.resolve import resolve
-from workers.engine.messages.config import EngineConfig, available_cpus
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint
+from workers.engine.checkpoint.weight_size import weight_bytes
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
 
@@ -295,85 +291,6 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert "there is no folder someone/some-model, and the hub at http://127.0.0.1:9 cannot be reached" in message
 
 
-def config(**settings: Any) -> EngineConfig:
-    return EngineConfig(model=str(folder("llama")), dtype="float32", device="cpu", threads=1, block_size=16, **settings)
-
-
-def test_context_past_the_models_own_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="--max-model-len is 300, but the model's context is 256 tokens"):
-        Executor(config(max_model_len=300))
-
-
-def test_cache_too_small_for_the_asked_context_is_refused() -> None:
-    per_block = block_bytes(open_checkpoint(str(folder("llama"))).config, torch.float32, 16)
-    with pytest.raises(ModelLoadError, match="a context of 200 tokens needs a KV cache of"):
-        Executor(config(max_model_len=200, kv_cache_memory_bytes=5 * per_block))
-
-
-def test_context_is_shortened_to_the_cache_when_not_asked_for() -> None:
-    per_block = block_bytes(open_checkpoint(str(folder("llama"))).config, torch.float32, 16)
-    executor = Executor(config(kv_cache_memory_bytes=5 * per_block))
-    assert (executor.num_blocks, executor.config.max_model_len) == (5, 4 * 16)
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_a_cache_fills_what_it_was_given(dtype: str, copy_of: Callable[[str], Path]) -> None:
-    path = copy_of("llama")
-    edit(path / "config.json", dtype="bfloat16")
-    executor = Executor(EngineConfig(model=str(path), device="cpu", dtype=dtype, kv_cache_memory_bytes=100_000))  # type: ignore[arg-type]
-    size = sum(layer.cache.nbytes for layer in executor.runner.layers)
-    assert 100_000 - size < size / executor.num_blocks
-    assert executor.runner.layers[0].cache.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
-
-
-def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> None:
-    with pytest.raises(
-        ModelLoadError,
-        match=r"weights of 0\.00 GiB and a KV cache of 1048576\.00 GiB do not fit into the \d+\.\d\d GiB",
-    ):
-        Executor(config(kv_cache_memory_bytes=1 << 50))
-
-
-def test_a_cache_without_a_configured_size_takes_a_share_of_what_the_weights_leave() -> None:
-    model = open_checkpoint(config().model).config
-
-    def size(available: int | None, **changes: int) -> int:
-        settings = resolve(config(**{"max_num_seqs": 8, **changes}), "cpu", model)
-        return cpu_cache_bytes(replace(settings, threads=available_cpus()), model, torch.float32, 1000, available)
-
-    longest = (8 * model.max_model_len // 16 + 1) * block_bytes(model, torch.float32, 16)
-    assert size(11_000) == 10_000 < longest
-    assert size(2 << 30, max_num_seqs=1 << 40) == 1 << 30
-    assert size(1 << 40) == longest
-    assert size(1 << 40, max_num_seqs=1 << 40) == 409 << 30
-    assert size(None) == longest
-    assert size(None, max_num_seqs=1 << 40) == 1 << 30
-    with pytest.raises(ModelLoadError, match=r"weights of .* do not fit"):
-        size(999)
-
-
-def test_replicas_that_divide_the_cpus_divide_the_memory() -> None:
-    model = open_checkpoint(config().model).config
-
-    def size(threads: int) -> int:
-        settings = resolve(config(max_num_seqs=1 << 40), "cpu", model)
-        return cpu_cache_bytes(replace(settings, threads=threads), model, torch.float32, 0, 1 << 40)
-
-    cpus = available_cpus()
-    assert size(1) * cpus == pytest.approx(size(cpus), abs=cpus << 30)
-    assert size(4 * cpus) == size(cpus)
-
-
-def test_a_cache_holds_one_request_of_the_length_that_was_asked_for() -> None:
-    model = open_checkpoint(config().model).config
-    model = replace(model, layers=model.layers[:1] * 300_000)
-    settings = resolve(config(max_model_len=64, max_num_seqs=8), "cpu", model)
-    request = (64 // 16 + 1) * block_bytes(model, torch.float32, 16)
-    assert cpu_cache_bytes(settings, model, torch.float32, 0, request + 1) == request
-    assert cpu_cache_bytes(settings, model, torch.float32, 0, request - 1) == request - 1
-
-
 def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
     checkpoint = open_checkpoint(str(folder("llama")))
     full = weight_bytes(checkpoint, torch.float32)
@@ -382,18 +299,3 @@ def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
     narrow = replace(checkpoint, config=replace(checkpoint.config, dtype="bfloat16"))
     assert weight_bytes(narrow, torch.float32) == 2 * full
     assert weight_bytes(narrow, torch.float32, widens=True) == full
-
-
-@pytest.mark.parametrize(
-    ("device", "why"),
-    [("gpu", "unknown device 'gpu'"), ("mps", "unknown device"), ("cuda:99", "the device is cuda:99, but")],
-)
-def test_a_device_that_is_not_there_is_refused(device: str, why: str) -> None:
-    with pytest.raises(ModelLoadError, match=why):
-        Executor(replace(config(), device=device))
-
-
-@pytest.mark.parametrize(("name", "kept"), [("llama", True), ("rope-dynamic", False), ("rope-longrope", False)])
-def test_prefix_caching_where_keys_depend_on_the_prompt(name: str, kept: bool) -> None:
-    executor = Executor(EngineConfig(model=str(folder(name)), dtype="float32", device="cpu", threads=1))
-    assert executor.config.enable_prefix_caching is kept

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.engine.device.compressed_tensors import CompressedTensorsFormat
-from workers.engine.device.quantized_formats import (
+from workers.engine.checkpoint.compressed_tensors import CompressedTensorsFormat
+from workers.engine.checkpoint.quantized_formats import (
     EMBEDDINGS,
     AwqFormat,
     CheckpointFormat,
@@ -21,7 +21,7 @@ from workers.engine.device.quantized_formats import (
     GptqFormat,
     unreadable,
 )
-from workers.engine.device.quantized_matrix import MatrixLayout, MatrixParts, Reader
+from workers.engine.checkpoint.quantized_matrix import MatrixLayout, MatrixParts, Reader
 from workers.engine.layers.quantized import QuantizedWeight
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.workers.engine.device.quantizing import (
+from tests.workers.engine.checkpoint.quantizing import (
     Case,
     Parts,
     awq,
@@ -25,19 +25,16 @@ from tests.workers.engine.device.quantizing import (
     with_activations,
     write,
 )
-from tests.workers.engine.device.test_loader import logits
+from tests.workers.engine.checkpoint.test_loading import logits
 from tests.workers.engine.loading import load_model
 from tests.workers.engine.native.available import needs_native
 from tests.workers.engine.native.rounding import RoundingOps
-from workers.engine.device.loader import (
-    load_weights,
-    open_checkpoint,
-    shard_checkpoint,
-    weight_bytes,
-    weight_readers,
-)
-from workers.engine.device.pooling_loader import load_pooling_model
-from workers.engine.device.quantized_checkpoint import find_format, plain_readers
+from workers.engine.checkpoint.decoder_loader import load_weights
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint, shard_checkpoint
+from workers.engine.checkpoint.pooling_loader import load_pooling_model
+from workers.engine.checkpoint.quantized_checkpoint import find_format, plain_readers
+from workers.engine.checkpoint.readers import weight_readers
+from workers.engine.checkpoint.weight_size import weight_bytes
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel
 from workers.engine.layers.quantized import stack_rows

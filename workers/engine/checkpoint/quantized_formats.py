@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workers.engine.device.quantized_matrix import (
+from workers.engine.checkpoint.quantized_matrix import (
     SCALES,
     WORDS,
     MatrixLayout,

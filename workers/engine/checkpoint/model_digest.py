@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import IO
 
-from workers.engine.device.loader import weight_files
+from workers.engine.checkpoint.tensor_files import weight_files
 
 _SETTINGS = ("config.json", "generation_config.json")
 _SAMPLED_BYTES = 256

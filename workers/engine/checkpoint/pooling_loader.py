@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.engine.device.loader import ModelCheckpoint, tensor_readers, weight_files, weight_readers
+from workers.engine.checkpoint.model_checkpoint import ModelCheckpoint
+from workers.engine.checkpoint.readers import weight_readers
+from workers.engine.checkpoint.tensor_files import tensor_readers, weight_files
 from workers.engine.layers.base import Ops, Projection
 from workers.engine.layers.weights import Weights
 from workers.engine.models.head import load_dense

@@ -1,0 +1,63 @@
+"""Load models that generate.
+
+Weights are read from safetensors only, and code from the checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from workers.engine.checkpoint.model_checkpoint import ModelCheckpoint
+from workers.engine.checkpoint.readers import weight_readers
+from workers.engine.checkpoint.tensor_files import weight_files
+from workers.engine.layers.base import Ops
+from workers.engine.layers.parallel import Parallel
+from workers.engine.layers.weights import Weights
+from workers.engine.models.base import DecoderModel
+from workers.engine.models.registry import Family
+
+logger = logging.getLogger(__name__)
+
+# Buffers in old checkpoints; they follow from the configuration.
+_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def load_weights(
+    checkpoint: ModelCheckpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+    parallel: Parallel | None = None,
+) -> DecoderModel:
+    """Read the tensors and build the model for contexts of up to `max_model_len` tokens (default:
+    the model's own).
+
+    `ops` does the arithmetic of its layers (default: plain torch). A rank of several in `parallel`
+    passes the result of `shard_checkpoint`.
+    """
+    config = checkpoint.config
+    if not isinstance(checkpoint.family, Family):
+        weight_files(checkpoint.folder)
+        from workers.engine.models.transformers_model import TransformersClass
+        from workers.engine.models.transformers_parity import load_checked
+
+        assert isinstance(checkpoint.family, TransformersClass)
+        length = max_model_len or config.max_model_len
+        return load_checked(checkpoint.family, checkpoint.folder, config, Weights({}, dtype, device, ops=ops), length)
+    weights = Weights(weight_readers(checkpoint), dtype, device, checkpoint.family.prefix, ops, parallel)
+    model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
+    assert isinstance(model, DecoderModel)
+    derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
+    unused = [name for name in weights.unused() if not name.endswith(derived)]
+    if unused:
+        logger.warning(
+            "%s does not use %d tensors of %s, the first is %s",
+            config.architecture,
+            len(unused),
+            checkpoint.folder,
+            unused[0],
+        )
+    return model
