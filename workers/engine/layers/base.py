@@ -33,7 +33,9 @@ class Table(Protocol):
 
 
 class Norm(Protocol):
-    """A normalization over the last dimension."""
+    """A normalization over the last dimension; the weight may be in float32 for inputs in 16
+    bits.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -172,7 +174,8 @@ class Ops(Protocol):
     """The operations of a backend.
 
     It takes ownership of weights: a layer may store them in another layout, and the caller must not
-    keep them. Norms apply to the last dimension and sum in float32. A sum of `x` and `residual` is
+    keep them. Norms apply to the last dimension and sum in float32; their weights may be in float32
+    for inputs in 16 bits. A sum of `x` and `residual` is
     rounded to their dtype before the norm.
     """
 

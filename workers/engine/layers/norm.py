@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from workers.engine.layers.weights import Weights
 
 
 class RMSNorm:
-    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
-        self.weight = weights.take(f"{name}.weight", (size,))
+    """Root-mean-square norm whose factor is `offset` plus the checkpoint's weight.
+
+    A sum is kept in float32, since `1 + weight` is not exact in 16 bits.
+    """
+
+    def __init__(self, weights: Weights, name: str, size: int, eps: float, offset: float = 0.0) -> None:
+        weight = weights.take(f"{name}.weight", (size,))
+        self.weight = weight.float() + offset if offset else weight
         self.bias: Tensor | None = None
         self.eps = eps
         self._ops = weights.ops
@@ -28,6 +33,8 @@ class LayerNorm(RMSNorm):
     none.
     """
 
-    def __init__(self, weights: Weights, name: str, size: int, eps: float, bias: bool = True) -> None:
-        super().__init__(weights, name, size, eps)
-        self.bias = weights.take(f"{name}.bias", (size,)) if bias else torch.zeros_like(self.weight)
+    def __init__(
+        self, weights: Weights, name: str, size: int, eps: float, bias: bool = True, offset: float = 0.0
+    ) -> None:
+        super().__init__(weights, name, size, eps, offset)
+        self.bias = weights.take(f"{name}.bias", (size,)) if bias else self.weight.new_zeros(size, dtype=weights.dtype)

@@ -18,10 +18,11 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.layer_norm(x, size, weight.float(), bias.float(), 1e-6)
 
 
-def check(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
+def check(rows: int, size: int, dtype: torch.dtype, centered: bool, wide: bool = False) -> None:
     torch.manual_seed(size)
     x, residual = torch.randn(2, rows, size, device=DEVICE).mul(3).add(1).to(dtype)
-    weight, bias = torch.randn(2, size, device=DEVICE).to(dtype)
+    weight, bias = torch.randn(2, size, device=DEVICE)
+    weight, bias = weight if wide else weight.to(dtype), bias.to(dtype)
     shift = bias if centered else None
     alone = normed(x, weight, shift, 1e-6)
     torch.testing.assert_close(alone.float(), expected(x, weight, shift), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -36,11 +37,12 @@ def check(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "size"), [(5, 16), (3, 576), (2, 1024), (1, 5120)])
-def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
-    check(rows, size, dtype, centered)
+def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool, wide: bool) -> None:
+    check(rows, size, dtype, centered, wide)
 
 
 def test_heads_of_a_larger_tensor() -> None:

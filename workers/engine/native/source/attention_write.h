@@ -33,7 +33,7 @@ ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float
 /* A head's query as it attends, or its key (`cached`): normed and turned where the model does that, keys as the cache
    has them. Points to its words: `from` itself, or `to`. */
 NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace *work, const void *from,
-                                  const void *weights, ptrdiff_t token, void *to, int cached, int mode) {
+                                  const norm_weights *weights, ptrdiff_t token, void *to, int cached, int mode) {
     const head_rotation *rotation = layer->rotation;
     ptrdiff_t size = layer->step->head_dim, half = size / 2;
     int is_bf16 = cached ? mode != FLOATS : mode == PAIRS;
@@ -46,9 +46,9 @@ NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace 
     ptrdiff_t row = token * rotation->stride * number_bytes(mode);
     float *x = work->numbers, *turned = work->turned;
     widen(x, from, size, mode == PAIRS);
-    if (weights) {
-        widen(turned, weights, size, mode == PAIRS);
-        norm(x, turned, size, layer->eps);
+    if (weights && weights->weight) {
+        widen(turned, weights->weight, size, mode == PAIRS && !weights->wide);
+        norm(x, turned, size, weights->eps);
     }
     const char *cos = (const char *)rotation->cos + row, *sin = (const char *)rotation->sin + row;
     turn(turned, x, x + half, cos, sin, 0, half, mode);
