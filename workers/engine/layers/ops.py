@@ -55,6 +55,9 @@ class TorchOps:
             return F.rms_norm(x, weight.shape, weight, eps).to(dtype)
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
 
+    def norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        x.copy_(self.norm(x, weight, None, eps))
+
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:

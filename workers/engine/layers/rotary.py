@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.engine.layers.base import HeadNorm, RotaryHeads
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -92,6 +94,15 @@ class Rotary:
         angles = positions[:, None].float() * frequencies.to(positions.device)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(self._dtype)
+
+
+def prepare(x: Tensor, norm: HeadNorm | None, rotary: RotaryHeads) -> Tensor:
+    """Return queries or keys x [T, heads, head_dim], normed and rotated, as a new tensor."""
+    if norm is None:
+        return rotate(x, rotary.cos, rotary.sin)
+    if rotary.norm_after_rotation:
+        return norm(rotate(x, rotary.cos, rotary.sin))
+    return rotate(norm(x), rotary.cos, rotary.sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import AttentionPattern, Norm, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
-from workers.engine.native.norms import NormWeights, norm_weights
+from workers.engine.native.norms import NormWeights, head_norm
 
 _Strides = ctypes.c_ssize_t * 2
 # Dtypes of queries, keys and values, and of the cache, with their numbers in lanes.h
@@ -78,11 +79,6 @@ def head_rotation(cos: Tensor, sin: Tensor) -> HeadRotation:
     assert cos.stride(-1) == sin.stride(-1) == 1
     assert cos.stride(0) == sin.stride(0)
     return HeadRotation(cos.data_ptr(), sin.data_ptr(), cos.stride(0))
-
-
-def head_norm(norm: Norm | None) -> NormWeights | None:
-    """Return a norm of heads, which must outlive the result."""
-    return None if norm is None else norm_weights(norm.weight, norm.bias, norm.eps)
 
 
 class PreparedStep:
@@ -150,7 +146,7 @@ class CpuAttention:
     ) -> Tensor:
         prepared, rotation = self._prepared(metadata, pattern, None), head_rotation(rotary.cos, rotary.sin)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
-        norms = head_norm(rotary.query_norm), head_norm(rotary.key_norm)
+        norms = [head_norm(norm, rotary.norm_after_rotation) for norm in (rotary.query_norm, rotary.key_norm)]
         return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale, norms)
 
     def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
@@ -168,7 +164,7 @@ class CpuAttention:
         v: Tensor,
         layer_cache: Tensor,
         scale: float,
-        norms: tuple[NormWeights | None, NormWeights | None] = (None, None),
+        norms: Sequence[NormWeights | None] = (None, None),
     ) -> Tensor:
         """Attend; `norms`: of the queries and the keys."""
         prepared.set_strides(q.stride(), k.stride(), v.stride())

@@ -16,7 +16,7 @@ from workers.engine.native.attention import CpuAttention, HeadRotation, head_rot
 from workers.engine.native.checks import norms_match_torch
 from workers.engine.native.library import load
 from workers.engine.native.memory import zeros_together
-from workers.engine.native.norms import NormWeights, norm_weights
+from workers.engine.native.norms import NormWeights, head_norm, norm_weights
 from workers.engine.native.packed import PackedMatrix
 
 PARTS = ("matrix", "attention", "norms and elementwise")
@@ -140,7 +140,13 @@ def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool
 def _is_plain(layer: DecoderLayer) -> bool:
     """Return whether a layer has its parts one after the other, and no norms of their results."""
     results = layer.attention_result_norm, layer.mlp_result_norm
-    return layer.mlp_norm is not None and results == (None, None) and not layer.parallel and layer.factor == 1.0
+    return (
+        layer.mlp_norm is not None
+        and results == (None, None)
+        and not layer.parallel
+        and layer.factor == 1.0
+        and layer.attention.row_norm is None
+    )
 
 
 def _heads(layer: DecoderLayer) -> tuple[int, int, int]:
@@ -163,8 +169,9 @@ def _c_norm(norm: Norm | None) -> NormWeights:
 
 def _c_layer(layer: DecoderLayer) -> _Layer:
     matrices, part = [_packed(matrix).pointer for matrix in _matrices(layer)], layer.attention
-    norms = layer.attention_norm, layer.mlp_norm, part.query_norm, part.key_norm
-    return _Layer(*map(_c_norm, norms), *matrices, rotation=part.rotation)
+    norms = [_c_norm(norm) for norm in (layer.attention_norm, layer.mlp_norm)]
+    norms += [head_norm(norm, part.norm_after_rotation) for norm in (part.query_norm, part.key_norm)]
+    return _Layer(*norms, *matrices, rotation=part.rotation)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
-from workers.engine.kernels.norm import add_normed, normed
+from workers.engine.kernels.norm import add_normed, norm_in_place, normed
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1 / 64, torch.float16: 1 / 512}
 
@@ -48,6 +48,15 @@ def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool, 
 def test_heads_of_a_larger_tensor() -> None:
     qkv, weight = torch.randn(4, 7, 24, device=DEVICE), torch.randn(24, device=DEVICE)
     torch.testing.assert_close(normed(qkv[:, :3], weight, None, 1e-6), expected(qkv[:, :3], weight, None))
+
+
+def test_rows_that_are_apart_are_normed_in_place() -> None:
+    qkv, weight = torch.randn(5, 100, device=DEVICE), torch.randn(48, device=DEVICE)
+    before = qkv.clone()
+    norm_in_place(qkv[:, 20:68], weight, 1e-6)
+    torch.testing.assert_close(qkv[:, 20:68], expected(before[:, 20:68], weight, None))
+    before[:, 20:68] = qkv[:, 20:68]
+    assert qkv.equal(before)
 
 
 def test_no_rows() -> None:

@@ -64,8 +64,8 @@ static void attend(int32_t from, int32_t to, int mode) {
         .query_stride = {HEADS * SIZE, SIZE}, .key_stride = {KV_HEADS * SIZE, SIZE},
         .value_stride = {KV_HEADS * SIZE, SIZE},
     };
-    norm_weights query_norm = {stored(given.query_norm, mode), NULL, EPS, 0},
-                 key_norm = {stored(given.key_norm, mode), NULL, EPS, 0};
+    norm_weights query_norm = {.weight = stored(given.query_norm, mode), .eps = EPS},
+                 key_norm = {.weight = stored(given.key_norm, mode), .eps = EPS};
     head_rotation rotation = {stored(given.cos[from], mode), stored(given.sin[from], mode), SIZE};
     ptrdiff_t partials = attention_plan(&step);
     float *scratch = malloc((size_t)(SHARES * step.scratch_size + partials) * sizeof(float));

@@ -55,13 +55,13 @@ typedef struct {
     const char *residual;
     const norm_weights *norm;
     char *y;
-    ptrdiff_t n;
+    ptrdiff_t n, stride;
     int floats;
 } normed_rows;
 
 static void norm_range(void *work, ptrdiff_t first, ptrdiff_t end) {
     const normed_rows *rows = work;
-    ptrdiff_t n = rows->n, stride = n * (ptrdiff_t)(rows->floats ? sizeof(float) : sizeof(bf16));
+    ptrdiff_t n = rows->n, stride = rows->stride * (ptrdiff_t)(rows->floats ? sizeof(float) : sizeof(bf16));
     float row[n];
     for (ptrdiff_t i = first; i < end; i++) {
         void *own = rows->x + i * stride, *out = rows->y + i * stride;
@@ -75,9 +75,10 @@ static void norm_range(void *work, ptrdiff_t first, ptrdiff_t end) {
     }
 }
 
-/* x is changed only where there is a residual, else NULL. All bf16, or all float, but for wide weights. */
-void norm_rows(void *x, const void *residual, const norm_weights *norm, void *y, ptrdiff_t m, ptrdiff_t n, int floats,
-               ptrdiff_t threads) {
-    normed_rows rows = {x, residual, norm, y, n, floats};
+/* x is changed only where there is a residual, else NULL, or where y is x. All bf16, or all float, but for wide weights.
+   `stride`: numbers from row to row. */
+void norm_rows(void *x, const void *residual, const norm_weights *norm, void *y, ptrdiff_t m, ptrdiff_t n,
+               ptrdiff_t stride, int floats, ptrdiff_t threads) {
+    normed_rows rows = {x, residual, norm, y, n, stride, floats};
     run_ranges(norm_range, &rows, m, m * n > MANY ? threads : 1);
 }

@@ -66,7 +66,8 @@ static void count(decoder_stack *stack, stack_pass *pass, int part) {
 /* x becomes x + residual, and y its norm; y may be the residual's place. */
 static void add_norm(decoder_stack *stack, stack_pass *pass, const norm_weights *norm, char *x, const char *residual,
                      char *y) {
-    norm_rows(x, residual, norm, y, pass->tokens, stack->hidden, stack->floats, stack->threads);
+    norm_rows(x, residual, norm, y, pass->tokens, stack->hidden, stack->hidden, stack->floats,
+              stack->threads);
     count(stack, pass, NORMS);
 }
 
