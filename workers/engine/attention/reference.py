@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.layers.rotary import rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -90,24 +90,24 @@ class TorchAttention:
         v: Tensor,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
-        groups: Groups | None = metadata.prepared.get(pattern)
+        groups: Groups | None = metadata.prepared.get(shape.pattern)
         if groups is None or groups.bias is not bias:
-            groups = metadata.prepared[pattern] = self._groups(metadata, pattern, bias)
+            groups = metadata.prepared[shape.pattern] = self._groups(metadata, shape.pattern, bias)
         if groups.stale is not None:
             layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
         self._write(keys, k, metadata)
         self._write(values, v, metadata)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in groups.decode:
-            self._decode(q, keys, values, group, scale, out)
+            self._decode(q, keys, values, group, shape.scale, out)
         for row in groups.prefill:
-            self._prefill(q, k, v, keys, values, row, scale, out)
+            self._prefill(q, k, v, keys, values, row, shape.scale, out)
         return out
 
     def forward_rotary(
@@ -116,8 +116,8 @@ class TorchAttention:
         rotary: RotaryHeads,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         turned = self._heads + self._shape.kv_heads
         if rotary.query_norm is None or rotary.key_norm is None:
@@ -125,7 +125,7 @@ class TorchAttention:
         else:
             q = rotate(rotary.query_norm(qkv[:, : self._heads]), rotary.cos, rotary.sin)
             k = rotate(rotary.key_norm(qkv[:, self._heads : turned]), rotary.cos, rotary.sin)
-        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, pattern)
+        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, shape, sinks)
 
     def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
         s = self._shape

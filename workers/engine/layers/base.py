@@ -54,10 +54,17 @@ class AttentionPattern:
     # Causal: number of visible tokens, the query's own included. Otherwise the visible distance to
     # either side. None: all tokens
     window: int | None = None
+    # Causal, in place of a window: tokens of a chunk; a query attends to its chunk up to itself
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.chunk is None or (self.causal and self.window is None)
 
     @property
     def before(self) -> int | None:
         """Return how many tokens before its own a query attends to at most; None for all."""
+        if self.chunk is not None:
+            return self.chunk - 1
         return self.window - 1 if self.causal and self.window is not None else self.window
 
     @property
@@ -76,6 +83,7 @@ class AttentionShape:
     scale: float  # factor of query-key products
     pattern: AttentionPattern = AttentionPattern()
     kv_copies: int = 1  # ranks that have the same key-value heads
+    soft_cap: float | None = None  # limit of scores: soft_cap * tanh(score / soft_cap)
 
     @property
     def queries(self) -> int:
@@ -103,14 +111,14 @@ class RotaryHeads:
 class AttentionContext(Protocol):
     """Attention of one step for the layers; it hides the paged cache and the step's rows."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Write k and v to the cache and compute attention.
 
-        q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d].
+        q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]. `sinks`: see `AttentionPart`.
         """
         ...
 
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:
         """Compute the same from qkv [T, heads + 2 * kv_heads, d], whose queries and keys are not
         yet normed and rotated.
         """
@@ -125,6 +133,9 @@ class AttentionContext(Protocol):
 class AttentionPart:
     """The projections of a layer's attention. `query_norm` and `key_norm` apply to each head before
     the rotation.
+
+    `sinks`, float32 [heads], has for each head a score without a value: the other weights of the
+    softmax become smaller by it.
     """
 
     shape: AttentionShape
@@ -133,6 +144,7 @@ class AttentionPart:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotation: int = 0  # index of its rotation among the step's rotations
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

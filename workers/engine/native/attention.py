@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 
@@ -127,11 +127,11 @@ class CpuAttention:
         v: Tensor,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        return self._attend_rows(self._prepared(metadata, pattern, bias), None, q, k, v, layer_cache, scale)
+        return self._attend_rows(self._prepared(metadata, shape.pattern, bias), None, q, k, v, layer_cache, shape.scale)
 
     def forward_rotary(
         self,
@@ -139,15 +139,15 @@ class CpuAttention:
         rotary: RotaryHeads,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        prepared, rotation = self._prepared(metadata, pattern, None), head_rotation(rotary.cos, rotary.sin)
+        prepared, rotation = self._prepared(metadata, shape.pattern, None), head_rotation(rotary.cos, rotary.sin)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
         if rotary.query_norm is None or rotary.key_norm is None:
-            return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale)
+            return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape.scale)
         norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr(), rotary.query_norm.eps
-        return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale, norms)
+        return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape.scale, norms)
 
     def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
         """Prepare a step whose queries, keys and values are side by side in rows of `width`."""

@@ -9,7 +9,7 @@ from tests.workers.engine.native.available import needs_native
 from workers.engine.attention import reference as torch_backend
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import AttentionPattern
+from workers.engine.layers.base import AttentionPattern, AttentionShape
 
 BLOCK = 4
 NUM_BLOCKS = 200
@@ -75,6 +75,7 @@ def test_mixed_rows(
 ) -> None:
     monkeypatch.setitem(torch_backend._GROUP_BYTES, "cpu", 2048)  # several groups of decode rows
     generator, pattern = np.random.default_rng(7), AttentionPattern(window=window)
+    shape = AttentionShape(2 * per_kv, 2, DIM, SCALE, pattern)
     for _ in range(6):
         contexts = generator.integers(1, 60, 9).tolist()
         rows = Contexts(contexts, 2, dtype, generator)
@@ -92,7 +93,7 @@ def test_mixed_rows(
             q = torch.randn(sum(last - first for _, first, last in spans), 2 * per_kv, DIM).to(dtype)
             k = torch.cat([rows.keys[i][first:last] for i, first, last in spans])
             v = torch.cat([rows.values[i][first:last] for i, first, last in spans])
-            out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, pattern)
+            out = attention.forward(q, k, v, cache, rows.metadata(spans), shape)
         places = [(i, position) for i, first, last in spans for position in range(first, last)]
         expected = torch.stack(
             [plain(q[t], rows.keys[i], rows.values[i], p, pattern) for t, (i, p) in enumerate(places)]
@@ -109,6 +110,7 @@ def test_whole_texts_seen_to_both_sides(
     reach: int | None, window: int | None, per_kv: int, dtype: torch.dtype, backend: str
 ) -> None:
     generator, pattern = np.random.default_rng(3), AttentionPattern(causal=False, window=window)
+    shape = AttentionShape(2 * per_kv, 2, DIM, SCALE, pattern)
     contexts = [1, *generator.integers(1, 60, 9).tolist()]
     rows = Contexts(contexts, 2, dtype, generator)
     attention = find_backend(backend).attention(
@@ -118,7 +120,7 @@ def test_whole_texts_seen_to_both_sides(
     q = torch.randn(sum(contexts), 2 * per_kv, DIM).to(dtype)
     bias = None if reach is None else torch.randn(2 * per_kv, 2 * reach + 1).to(dtype).float()
     metadata = rows.metadata([(i, 0, length) for i, length in enumerate(contexts)])
-    out = attention.forward(q, torch.cat(rows.keys), torch.cat(rows.values), cache, metadata, SCALE, pattern, bias)
+    out = attention.forward(q, torch.cat(rows.keys), torch.cat(rows.values), cache, metadata, shape, bias=bias)
     places = [(i, position) for i, length in enumerate(contexts) for position in range(length)]
     expected = torch.stack(
         [plain(q[t], rows.keys[i], rows.values[i], p, pattern, bias) for t, (i, p) in enumerate(places)]
@@ -138,7 +140,7 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
     attention = find_backend(backend).attention(
         CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu")
     )
-    outs = []
+    outs, shape = [], AttentionShape(1, 1, DIM, SCALE, AttentionPattern(window=window))
     for content in (0.0, dirt):
         cache = attention.new_cache(1)[0]
         cache.fill_(content)
@@ -148,7 +150,7 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
             q = torch.randn(sum(b - a for _, a, b in step), 1, DIM)
             k = torch.cat([rows.keys[i][a:b] for i, a, b in step])
             v = torch.cat([rows.values[i][a:b] for i, a, b in step])
-            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), SCALE, AttentionPattern(window=window)))
+            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), shape))
             step = [(i, b, b + 1) for i, _, b in step if b < rows.contexts[i]]
     half = len(outs) // 2
     for clean, dirty in zip(outs[:half], outs[half:], strict=True):

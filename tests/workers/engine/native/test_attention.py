@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import Attention, AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import RopeConfig, Rotary
 from workers.engine.layers.weights import Weights
@@ -91,6 +91,9 @@ class NativeStep:
     def attention(self) -> Attention:
         return find_backend("cpu").attention(self.shape, self.kv_heads * self.group, self.numbers.dtype, CPU)
 
+    def layer(self) -> AttentionShape:
+        return AttentionShape(self.kv_heads * self.group, self.kv_heads, self.dim, self.dim**-0.5, self.pattern)
+
     def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
         """For spans (row, first, last) of tokens computed together."""
         size = self.block_size
@@ -120,7 +123,7 @@ class NativeStep:
                 else self._random(sum(b for _, _, b in spans), len(self.q[0][0]))
             )
             k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (self.keys, self.values))
-            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, self.pattern, self.bias)
+            out = attention.forward(q, k, v, cache, self.metadata(spans), self.layer(), bias=self.bias)
         return list(out.split([b - a for _, a, b in now]))
 
     def expected(self, row: int) -> Tensor:
@@ -224,7 +227,7 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
         ([(0, shared, shared + count), (1, shared - 1, shared)], torch.cat(step.q)),
     ):
         k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (step.keys, step.values))
-        out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, CAUSAL)
+        out = attention.forward(q, k, v, cache, step.metadata(spans), step.layer())
     for row, got in enumerate(out.split([count, 1])):
         assert (got.double() - step.expected(row)).abs().max() < TOLERANCE[numbers.dtype]
 
@@ -268,9 +271,7 @@ def test_a_row_without_context_gets_zeros() -> None:
     metadata = AttentionMetadata(
         torch.tensor([16, 0]), np.array([0, 1, 2], np.int32), np.array([1, 0], np.int32), np.array([[1], [0]], np.int32)
     )
-    out = attention.forward(
-        *torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16), cache, metadata, 1.0, AttentionPattern()
-    )
+    out = attention.forward(*torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16), cache, metadata, step.layer())
     assert torch.equal(out[0], torch.full((2, 64), 2.0, dtype=torch.bfloat16))
     assert not out[1].any()
 
@@ -284,7 +285,7 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
     for tensors in ([q, k, v], by_head, fused):
         attention = step.attention()
         metadata = step.metadata([(0, 0, 40), (1, 0, 1)])
-        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, CAUSAL))
+        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, step.layer()))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
@@ -309,7 +310,7 @@ def test_norm_and_rotation(numbers: Numbers, dim: int, block_size: int, norms: b
     for backend in ("cpu", "torch"):
         attention = find_backend(backend).attention(step.shape, 6, dtype, CPU)
         cache = attention.new_cache(1)[0]
-        out = attention.forward_rotary(qkv, rotary, cache, step.metadata(spans), dim**-0.5, CAUSAL)
+        out = attention.forward_rotary(qkv, rotary, cache, step.metadata(spans), step.layer())
         outs.append(out.float())
     assert (outs[0] - outs[1]).abs().max() < (1e-5 if numbers == FLOAT32 else 6e-2)
 
