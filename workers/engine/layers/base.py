@@ -146,6 +146,9 @@ class AttentionPart:
     rotation: int = 0  # index of its rotation among the step's rotations
     sinks: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        assert self.sinks is None or (self.sinks.dtype == torch.float32 and self.sinks.is_contiguous())
+
 
 @dataclass(frozen=True, slots=True)
 class MlpPart:

@@ -39,7 +39,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int32)
-            for name in ("mode", "heads", "kv_heads", "head_dim", "block_size", "before", "after")
+            for name in ("mode", "heads", "kv_heads", "head_dim", "block_size", "before", "after", "chunk")
         ),
         *(
             (name, ctypes.c_int32)
@@ -131,7 +131,8 @@ class CpuAttention:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        return self._attend_rows(self._prepared(metadata, shape.pattern, bias), None, q, k, v, layer_cache, shape.scale)
+        prepared = self._prepared(metadata, shape.pattern, bias)
+        return self._attend_rows(prepared, None, q, k, v, layer_cache, shape, sinks)
 
     def forward_rotary(
         self,
@@ -145,9 +146,9 @@ class CpuAttention:
         prepared, rotation = self._prepared(metadata, shape.pattern, None), head_rotation(rotary.cos, rotary.sin)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
         if rotary.query_norm is None or rotary.key_norm is None:
-            return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape.scale)
+            return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape, sinks)
         norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr(), rotary.query_norm.eps
-        return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape.scale, norms)
+        return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape, sinks, norms)
 
     def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
         """Prepare a step whose queries, keys and values are side by side in rows of `width`."""
@@ -163,7 +164,8 @@ class CpuAttention:
         k: Tensor,
         v: Tensor,
         layer_cache: Tensor,
-        scale: float,
+        shape: AttentionShape,
+        sinks: Tensor | None,
         norms: tuple[int | None, int | None, float] = (None, None, 0.0),
     ) -> Tensor:
         """Attend; `norms`: addresses of the queries' and the keys' weights, and their epsilon."""
@@ -178,7 +180,9 @@ class CpuAttention:
             v.data_ptr(),
             out.data_ptr(),
             *norms,
-            scale,
+            shape.scale,
+            shape.soft_cap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
         )
         return out
 
@@ -207,6 +211,7 @@ class CpuAttention:
         step = _Step(
             *(self._mode, self._heads, s.kv_heads, s.head_dim, s.block_size),
             *(_ALL if reach is None else reach for reach in (pattern.before, pattern.after)),
+            pattern.chunk or 0,
             *(len(slots), rows, arrays[2].shape[1], threads, 1, 0),
             *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead)), partials_at.ctypes.data),
             *(None, self._scratch.data_ptr(), self._scratch_size),
@@ -236,6 +241,6 @@ def _functions() -> ctypes.CDLL:
     library.attention_scratch.argtypes = (number, number, number, number)
     library.attention_plan.argtypes = (pointer,)
     library.attention_scratch.restype = library.attention_plan.restype = ctypes.c_ssize_t
-    library.attend_layer.argtypes = (*(pointer,) * 9, ctypes.c_float, ctypes.c_float)
+    library.attend_layer.argtypes = (*(pointer,) * 9, *(ctypes.c_float,) * 3, pointer)
     library.attend_layer.restype = None
     return library

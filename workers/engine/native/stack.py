@@ -35,8 +35,11 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, _Norm) for name in ("attention_norm", "mlp_norm")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "output", "up", "down", "query_norm", "key_norm", "cache")),
-        *((name, ctypes.c_float) for name in ("head_eps", "scale")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("qkv", "output", "up", "down", "query_norm", "key_norm", "cache", "sinks")
+        ),
+        *((name, ctypes.c_float) for name in ("head_eps", "scale", "soft_cap")),
         *((name, ctypes.c_int32) for name in ("step", "rotation")),
     ]
 
@@ -115,6 +118,7 @@ class NativeStack(LayerStack):
         self._cached, self._patterns = cached, list(dict.fromkeys(layer.shape.pattern for layer in cached))
         for layer, its in zip(self._c_layers, cached, strict=True):
             layer.cache, layer.scale = its.cache.data_ptr(), its.shape.scale
+            layer.soft_cap = its.shape.soft_cap or 0.0
             layer.step = self._patterns.index(its.shape.pattern)
 
     def _make_room(self, tokens: int) -> None:
@@ -182,6 +186,7 @@ def _c_layer(layer: DecoderLayer) -> _Layer:
         *matrices,
         *head_norms,
         None,
+        None if part.sinks is None else part.sinks.data_ptr(),
         head_eps,
         rotation=part.rotation,
     )

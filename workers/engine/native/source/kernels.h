@@ -23,6 +23,6 @@ void norm_rows(
 );
 void attend_layer(const attention_step *step, const head_rotation *rotation, uint32_t *cache, const void *q,
                   const void *k, const void *v, void *out, const void *query_norm, const void *key_norm, float eps,
-                  float scale);
+                  float scale, float soft_cap, const float *sinks);
 
 #endif

@@ -21,7 +21,8 @@ typedef struct {
     const packed_matrix *qkv, *output, *up, *down;
     const void *query_norm, *key_norm; /* NULL for none */
     uint32_t *cache;
-    float head_eps, scale;
+    const float *sinks; /* [heads]; NULL for none */
+    float head_eps, scale, soft_cap; /* no cap: 0 */
     int32_t step, rotation; /* which of the steps and rotations are its own: layers of one pattern share a step */
 } decoder_layer;
 
@@ -101,7 +102,7 @@ static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_
     count(stack, pass, MATRIX);
     attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
                  pass->wide, keys, values, pass->narrow, layer->query_norm, layer->key_norm, layer->head_eps,
-                 layer->scale);
+                 layer->scale, layer->soft_cap, layer->sinks);
     if (pass->num_needed >= 0 && is_last(stack, layer)) {
         gather_needed(stack, pass, pass->narrow, stack->queries);
         gather_needed(stack, pass, pass->x, stack->hidden);
