@@ -21,7 +21,7 @@ from workers.engine.backends.registry import find_backend
 from workers.engine.kernels import paged_attention as backend
 from workers.engine.kernels.tile_choices import _choices, choices
 from workers.engine.kernels.tuning import candidates
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.messages.errors import ModelLoadError
 
 TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cpu" else 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -132,11 +132,13 @@ class KernelStep:
         on_device = [torch.from_numpy(array).to(DEVICE) for array in (starts, contexts, self.slots, self.tables)]
         return DeviceMetadata(slots, *on_device, max(count for count, _ in self.rows), int(contexts.max()))
 
+    def layer(self) -> AttentionShape:
+        return AttentionShape(self.kv_heads * self.group, self.kv_heads, self.dim, self.dim**-0.5, self.pattern)
+
     def attended(self) -> Tensor:
         attention = find_backend("triton").attention(self.shape, self.kv_heads * self.group, self.dtype, DEVICE)
         k, v = self.new(self.keys), self.new(self.values)
-        metadata = self.metadata()
-        return attention.forward(self.q, k, v, self.cache(), metadata, self.dim**-0.5, self.pattern, self.bias)
+        return attention.forward(self.q, k, v, self.cache(), self.metadata(), self.layer(), bias=self.bias)
 
     def expected(self) -> Tensor:
         parts = []
@@ -219,7 +221,7 @@ def test_of_many_rows_those_are_cut_that_are_long_beside_the_others(contexts: li
     assert whole.sum() == (19 if contexts[-1] > contexts[0] else 20)
     assert whole.all() == (contexts[-1] == contexts[0])
     k, v = step.new(step.keys), step.new(step.values)
-    out = attention.forward(step.q, k, v, step.cache(), metadata, step.dim**-0.5, CAUSAL)
+    out = attention.forward(step.q, k, v, step.cache(), metadata, step.layer())
     torch.testing.assert_close(out, step.expected(), rtol=TOLERANCE[step.dtype], atol=TOLERANCE[step.dtype])
 
 
@@ -248,7 +250,7 @@ def test_heads_are_normed_and_rotated_on_the_way() -> None:
     qkv = torch.cat((step.q, step.new(step.keys), step.new(step.values)), 1)
     attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
     cache = step.cache()
-    out = attention.forward_rotary(qkv, rotary, cache, step.metadata(), step.dim**-0.5, CAUSAL)
+    out = attention.forward_rotary(qkv, rotary, cache, step.metadata(), step.layer())
     turned = qkv[:, :6].float() * rotary.cos.float() + qkv[:, :6].float().roll(step.dim // 2, -1) * rotary.sin.float()
     step.q = turned[:, :4].to(step.dtype)
     new = turned[:, 4:].to(step.dtype).split([count for count, _ in step.rows])
@@ -308,10 +310,10 @@ def test_a_recording_reads_the_lengths_in_memory() -> None:
     metadata, cache = first.metadata(), first.cache()
     attention = find_backend("triton").attention(first.shape, 4, first.dtype, DEVICE)
     k, v = first.new(first.keys), first.new(first.values)
-    attention.forward(first.q, k, v, cache, metadata, 0.125, CAUSAL)  # compiled before it is recorded
+    attention.forward(first.q, k, v, cache, metadata, first.layer())  # compiled before it is recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.forward(first.q, k, v, cache, metadata, 0.125, CAUSAL)
+        out = attention.forward(first.q, k, v, cache, metadata, first.layer())
     whole_keys, whole_values = first.keys, first.values
     for contexts in ([3000, 17, 1, 0], [2000, 9, 0, 0], [513, 16, 1, 0]):
         first.rows = [(1, context) for context in contexts]
