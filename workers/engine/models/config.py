@@ -7,7 +7,7 @@ those defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ Json = Mapping[str, Any]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +154,50 @@ def layer_windows(raw: Json, num_layers: int, default_window: int | None) -> tup
     """Return sliding windows by layer, for families in which `use_sliding_window` enables them
     (Qwen2, Qwen3).
     """
-    window = raw.get("sliding_window", default_window) if raw.get("use_sliding_window", False) else None
+    window = sliding_window(raw, default_window) if raw.get("use_sliding_window", False) else None
     if window is None:
         return (None,) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = int(raw.get("max_window_layers", 28))
-        return tuple(int(window) if layer >= first else None for layer in range(num_layers))
-    if len(kinds) != num_layers:
-        raise ModelLoadError(
-            f"config.json names layer_types for {len(kinds)} layers, but num_hidden_layers is {num_layers}"
-        )
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    first = int(raw.get("max_window_layers", 28))
+    default = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return windows_by_kind(layer_kinds(raw, default), window)
+
+
+def sliding_window(raw: Json, default: int | None = None) -> int | None:
+    """Return the tokens that layers with a window see, their own included; None for all.
+
+    Raises ModelLoadError.
+    """
+    if raw.get("sliding_window", default) is None:
+        return None
+    return require(raw, "sliding_window", default)
+
+
+def layer_kinds(raw: Json, default: Sequence[str], known: Sequence[str] = (SLIDING, FULL)) -> Sequence[str]:
+    """Return `layer_types`, one of `known` for each layer.
+
+    Raises ModelLoadError.
+    """
+    kinds, count = raw.get("layer_types") or default, require(raw, "num_hidden_layers")
+    if len(kinds) != count:
+        raise ModelLoadError(f"config.json names layer_types for {len(kinds)} layers, but num_hidden_layers is {count}")
+    for kind in kinds:
+        if kind not in known:
+            raise ModelLoadError(
+                f"config.json has a layer of type {kind!r}, and the engine's own code for {raw['architectures'][0]} has"
+                f" {' and '.join(known)}; with model_impl transformers, transformers' class runs where it can"
+            )
+    return kinds
+
+
+def repeated_kinds(raw: Json, pattern: int) -> Sequence[str]:
+    """Return `layer_types`; by default every `pattern`-th layer has no window."""
+    count = require(raw, "num_hidden_layers")
+    return layer_kinds(raw, [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(count)])
+
+
+def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Return the windows of layers from `layer_kinds`."""
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:

@@ -1,15 +1,30 @@
-"""Implement Mistral: Llama's shape with a sliding window over all layers."""
+"""Implement Mistral, Ministral and Ministral 3: Llama's shape with sliding windows."""
 
 from __future__ import annotations
 
 from workers.engine.layers.weights import Weights
-from workers.engine.models.config import Json, ModelConfig, require
+from workers.engine.models.config import (
+    FULL,
+    SLIDING,
+    Json,
+    ModelConfig,
+    layer_kinds,
+    require,
+    sliding_window,
+    windows_by_kind,
+)
 from workers.engine.models.decoder import DecoderVariant, RotaryDecoder, decoder_config
 
 
 def config(raw: Json) -> ModelConfig:
-    window = raw.get("sliding_window", 4096)
-    windows = (None if window is None else int(window),) * require(raw, "num_hidden_layers")
+    windows = (sliding_window(raw, 4096),) * require(raw, "num_hidden_layers")
+    return decoder_config(raw, num_kv_heads=8, max_position_embeddings=131072, windows=windows)
+
+
+def ministral_config(raw: Json) -> ModelConfig:
+    window, count = sliding_window(raw, 4096), require(raw, "num_hidden_layers")
+    kinds = layer_kinds(raw, [FULL if window is None else SLIDING] * count)
+    windows = windows_by_kind(kinds, window)
     return decoder_config(raw, num_kv_heads=8, max_position_embeddings=131072, windows=windows)
 
 

@@ -8,7 +8,21 @@ from dataclasses import dataclass
 from workers.engine.layers.base import Projection
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import bert, distilbert, gpt2, llama, mistral, modernbert, mpnet, qwen2, qwen3, roberta
+from workers.engine.models import (
+    bert,
+    distilbert,
+    gpt2,
+    llama,
+    mistral,
+    modernbert,
+    mpnet,
+    phi3,
+    qwen2,
+    qwen3,
+    roberta,
+    smollm3,
+    starcoder2,
+)
 from workers.engine.models.base import DecoderModel, EncoderModel
 from workers.engine.models.classifier import first_token, score_head
 from workers.engine.models.config import Json, ModelConfig
@@ -31,9 +45,13 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(gpt2.config, gpt2.build, gpt2.GPT2.prefix, transposed=True),
     "LlamaForCausalLM": Family(llama.config, llama.build, RotaryDecoder.prefix),
+    "MinistralForCausalLM": Family(mistral.ministral_config, mistral.build, RotaryDecoder.prefix),
     "MistralForCausalLM": Family(mistral.config, mistral.build, RotaryDecoder.prefix),
+    "Phi3ForCausalLM": Family(phi3.config, phi3.build, RotaryDecoder.prefix),
     "Qwen2ForCausalLM": Family(qwen2.config, qwen2.build, RotaryDecoder.prefix),
     "Qwen3ForCausalLM": Family(qwen3.config, qwen3.build, RotaryDecoder.prefix),
+    "SmolLM3ForCausalLM": Family(smollm3.config, smollm3.build, RotaryDecoder.prefix),
+    "Starcoder2ForCausalLM": Family(starcoder2.config, starcoder2.build, RotaryDecoder.prefix),
 }
 
 ENCODERS: dict[str, Family] = {

@@ -83,12 +83,57 @@ MODELS = {
     "llama-biased": TinyModel(
         22, 0.3, "LlamaConfig", _SHAPE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     ),
+    "ministral": TinyModel(
+        2,
+        0.22,
+        "MinistralConfig",
+        _SHAPE
+        | {
+            "sliding_window": 24,
+            "head_dim": 32,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
     "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
+    "phi3": TinyModel(
+        3,
+        0.22,
+        "Phi3Config",
+        _SHAPE | {"sliding_window": 24, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "phi3-longrope": TinyModel(
+        1,
+        0.22,
+        "Phi3Config",
+        _SHAPE
+        | {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 224,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.25, 1.5, 2.0],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+            },
+        },
+    ),
     "qwen2": TinyModel(12, 0.3, "Qwen2Config", _SHAPE | {"tie_word_embeddings": True}),
     "qwen2-window": TinyModel(
         7, 0.22, "Qwen2Config", _SHAPE | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
     ),
     "qwen3": TinyModel(4, 0.22, "Qwen3Config", _SHAPE | {"head_dim": 32}),
+    "smollm3": TinyModel(
+        7,
+        0.22,
+        "SmolLM3Config",
+        _SHAPE | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24},
+    ),
+    "starcoder2": TinyModel(1, 0.4, "Starcoder2Config", _SHAPE | {"sliding_window": 24}),
+    "starcoder2-unbiased": TinyModel(
+        2, 0.3, "Starcoder2Config", _SHAPE | {"use_bias": False, "tie_word_embeddings": False}
+    ),
     "rope-linear": TinyModel(
         3, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
     ),
@@ -161,7 +206,6 @@ OTHERS = {
     "opt": TinyModel(
         1, 0.3, "OPTConfig", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 48, "tie_word_embeddings": False}
     ),
-    "phi3": TinyModel(1, 0.22, "Phi3Config", _SHAPE),
 }
 """Those that run by transformers' classes."""
 
