@@ -22,7 +22,7 @@ from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
 from workers.engine.layers.base import AttentionPattern, RotaryHeads
-from workers.engine.layers.rotary import rotate
+from workers.engine.layers.rotary import prepare, rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _ALIGNMENT = 64  # bytes, as in torch
@@ -123,8 +123,8 @@ class TorchAttention:
         if rotary.query_norm is None or rotary.key_norm is None:
             q, k = rotate(qkv[:, :turned], rotary.cos, rotary.sin).tensor_split([self._heads], 1)
         else:
-            q = rotate(rotary.query_norm(qkv[:, : self._heads]), rotary.cos, rotary.sin)
-            k = rotate(rotary.key_norm(qkv[:, self._heads : turned]), rotary.cos, rotary.sin)
+            q = prepare(qkv[:, : self._heads], rotary.query_norm, rotary)
+            k = prepare(qkv[:, self._heads : turned], rotary.key_norm, rotary)
         return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, pattern)
 
     def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:

@@ -12,7 +12,7 @@ _SHORT = 1024  # least elements of one program, which has several short rows
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Return the norm of x [..., size] in a new tensor: layer norm with a bias, else RMS norm."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
     _launch(rows, None, weight, bias, out, eps)
     return out.view(x.shape)
@@ -28,12 +28,20 @@ def add_normed(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None,
     return x, residual
 
 
+def norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Compute the RMS norm of rows x [T, size], which may be apart, in place."""
+    _launch(x, None, weight, None, x, eps)
+
+
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float) -> None:
+    """Residual and output have rows as far apart as x."""
     count, size = x.shape
     if not count:
         return
     width, rows, warps = shape(size)
-    _norm[(triton.cdiv(count, rows),)](x, residual, weight, bias, out, count, size, eps, rows, width, num_warps=warps)
+    _norm[(triton.cdiv(count, rows),)](
+        x, residual, weight, bias, out, count, size, x.stride(0), eps, rows, width, num_warps=warps
+    )
 
 
 def shape(size: int) -> tuple[int, int, int]:
@@ -47,11 +55,11 @@ def shape(size: int) -> tuple[int, int, int]:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _norm(x, residual, weight, bias, out, count, size, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _norm(x, residual, weight, bias, out, count, size, stride, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     mask = (row < count) & (column < size)
-    at = row.to(tl.int64) * size + column
+    at = row.to(tl.int64) * stride + column
     values = tl.load(x + at, mask, 0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + at, mask, 0.0).to(tl.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from workers.engine.cuda.capability import has_float8
 from workers.engine.kernels import quantized_matmul, scaled_matmul
 from workers.engine.kernels.activation import silu_times_up
-from workers.engine.kernels.norm import add_normed, normed
+from workers.engine.kernels.norm import add_normed, norm_in_place, normed
 from workers.engine.kernels.quantized_matmul import QuantizedMatmul, can_multiply
 from workers.engine.kernels.scaled_matmul import ScaledMatmul, can_scale
 from workers.engine.layers.base import Projection
@@ -46,6 +46,9 @@ class TritonOps(TorchOps):
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return normed(x, weight, bias, eps)
+
+    def norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        norm_in_place(x, weight, eps)
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float

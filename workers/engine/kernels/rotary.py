@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import HeadNorm, RotaryHeads
 
 _HEADS = 8  # heads of one program
 _LARGEST_FP8 = tl.constexpr(448.0)
@@ -37,8 +37,8 @@ def rotate_and_write(
         qkv,
         rotary.cos,
         rotary.sin,
-        None if query_norm is None else query_norm.weight,
-        None if key_norm is None else key_norm.weight,
+        *_weights(query_norm),
+        *_weights(key_norm),
         q,
         layer_cache,
         slot_mapping,
@@ -53,9 +53,15 @@ def rotate_and_write(
         head_dim,
         triton.next_power_of_2(head_dim // 2),
         _HEADS,
+        query_norm is not None and query_norm.weight.dim() > 1,
+        rotary.norm_after_rotation,
         num_warps=4 if head_dim > 64 else 2,
     )
     return q
+
+
+def _weights(norm: HeadNorm | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if norm is None else (norm.weight, norm.bias)
 
 
 def write(k: Tensor, v: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -87,7 +93,9 @@ def _rotate_and_write(
     cos,
     sin,
     query_weight,
+    query_bias,
     key_weight,
+    key_bias,
     q,
     cache,
     slot_mapping,
@@ -104,6 +112,8 @@ def _rotate_and_write(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    BY_HEAD: tl.constexpr = False,
+    NORM_LAST: tl.constexpr = False,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -115,16 +125,45 @@ def _rotate_and_write(
     high = tl.load(source + HEAD_DIM // 2, mask, 0.0).to(tl.float32)
     is_query, is_value = head < heads, head >= heads + kv_heads
     turned_low, turned_high = low, high
-    if query_weight is not None:
-        scale = 1.0 / tl.sqrt_rn((tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None] / HEAD_DIM + eps)
-        turned_low *= scale * _of_head(query_weight, key_weight, column, is_query, inside)
-        turned_high *= scale * _of_head(query_weight, key_weight, column + HEAD_DIM // 2, is_query, inside)
+    if query_weight is not None and not NORM_LAST:
+        turned_low, turned_high = _normed_heads(
+            low,
+            high,
+            query_weight,
+            query_bias,
+            key_weight,
+            key_bias,
+            head,
+            column,
+            eps,
+            heads,
+            kv_heads,
+            HEAD_DIM,
+            BY_HEAD,
+        )
     # Both halves rotate by the same angles; the sine's first half is the negative of its second.
     angle = token * angle_stride + HEAD_DIM // 2 + column
     cosine = tl.load(cos + angle, inside, 0.0).to(tl.float32)
     sine = tl.load(sin + angle, inside, 0.0).to(tl.float32)
-    low = tl.where(is_value, low, turned_low * cosine - turned_high * sine)
-    high = tl.where(is_value, high, turned_high * cosine + turned_low * sine)
+    turned_low, turned_high = turned_low * cosine - turned_high * sine, turned_high * cosine + turned_low * sine
+    if query_weight is not None and NORM_LAST:
+        turned_low, turned_high = _normed_heads(
+            turned_low,
+            turned_high,
+            query_weight,
+            query_bias,
+            key_weight,
+            key_bias,
+            head,
+            column,
+            eps,
+            heads,
+            kv_heads,
+            HEAD_DIM,
+            BY_HEAD,
+        )
+    low = tl.where(is_value, low, turned_low)
+    high = tl.where(is_value, high, turned_high)
     target = q + (token * heads + head) * HEAD_DIM + column
     tl.store(target, low.to(q.dtype.element_ty), mask & is_query)
     tl.store(target + HEAD_DIM // 2, high.to(q.dtype.element_ty), mask & is_query)
@@ -145,9 +184,42 @@ def _stored(numbers, cache):
 
 
 @triton.jit
-def _of_head(query_weight, key_weight, column, is_query, inside):
-    query = tl.load(query_weight + column, inside, 0.0).to(tl.float32)
-    key = tl.load(key_weight + column, inside, 0.0).to(tl.float32)
+def _normed_heads(
+    low,
+    high,
+    query_weight,
+    query_bias,
+    key_weight,
+    key_bias,
+    head,
+    column,
+    eps,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+):
+    """Norm both halves of query and key heads; value heads become undefined."""
+    is_query, queries, keys, at = head < heads, column < HEAD_DIM // 2, column < HEAD_DIM // 2, column
+    if query_bias is not None:
+        mean = (tl.sum(low, 1) + tl.sum(high, 1))[:, None] / HEAD_DIM
+        low, high = tl.where(queries, low - mean, 0.0), tl.where(queries, high - mean, 0.0)
+    if BY_HEAD:
+        queries, keys = queries & is_query, keys & ~is_query & (head < heads + kv_heads)
+        at = tl.where(is_query, head, head - heads) * HEAD_DIM + column
+    scale = 1.0 / tl.sqrt_rn((tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None] / HEAD_DIM + eps)
+    low *= scale * _of_heads(query_weight, key_weight, at, is_query, queries, keys)
+    high *= scale * _of_heads(query_weight, key_weight, at + HEAD_DIM // 2, is_query, queries, keys)
+    if query_bias is not None:
+        low += _of_heads(query_bias, key_bias, at, is_query, queries, keys)
+        high += _of_heads(query_bias, key_bias, at + HEAD_DIM // 2, is_query, queries, keys)
+    return low, high
+
+
+@triton.jit
+def _of_heads(query_numbers, key_numbers, at, is_query, queries, keys):
+    query = tl.load(query_numbers + at, queries, 0.0).to(tl.float32)
+    key = tl.load(key_numbers + at, keys, 0.0).to(tl.float32)
     return tl.where(is_query, query, key)
 
 

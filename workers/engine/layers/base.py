@@ -32,8 +32,12 @@ class Table(Protocol):
         ...
 
 
-class Norm(Protocol):
-    """A normalization over the last dimension."""
+class HeadNorm(Protocol):
+    """A normalization of x [..., heads, size] over the last dimension.
+
+    Weight and bias are [size], or [heads, size] if each head has its own. The weight may be in
+    float32 for inputs in 16 bits.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -41,8 +45,27 @@ class Norm(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
+
+class Norm(HeadNorm, Protocol):
+    """A normalization over the last dimension, with weight and bias [size]."""
+
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and x + residual; both arguments may be overwritten."""
+        ...
+
+
+class RowNorm(Protocol):
+    """Root-mean-square norms of a token's queries, all heads together, and of its keys."""
+
+    eps: float
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor] | None:
+        """Return the weights of queries and of keys; None if other ranks have a part of them."""
+        ...
+
+    def __call__(self, qkv: Tensor) -> None:
+        """Norm the queries and keys of contiguous qkv [T, queries + 2 * keys] in place."""
         ...
 
 
@@ -91,13 +114,14 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True)
 class RotaryHeads:
     """The preparation of queries and keys for attention: a norm over each head, if the model has
-    one, then a rotation.
+    one, before or after a rotation.
     """
 
     cos: Tensor  # [T, 1, d], from `Rotary.cos_sin`
     sin: Tensor
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None
+    norm_after_rotation: bool = False
 
 
 class AttentionContext(Protocol):
@@ -123,16 +147,18 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
-    """The projections of a layer's attention. `query_norm` and `key_norm` apply to each head before
-    the rotation.
+    """The projections of a layer's attention. `query_norm` and `key_norm` apply to each head,
+    `row_norm` to all heads together and before the rotation.
     """
 
     shape: AttentionShape
     qkv: Projection
     output: Projection
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None
     rotation: int = 0  # index of its rotation among the step's rotations
+    norm_after_rotation: bool = False  # of heads
+    row_norm: RowNorm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +198,8 @@ class Ops(Protocol):
     """The operations of a backend.
 
     It takes ownership of weights: a layer may store them in another layout, and the caller must not
-    keep them. Norms apply to the last dimension and sum in float32. A sum of `x` and `residual` is
+    keep them. Norms apply to the last dimension and sum in float32; their weights may be in float32
+    for inputs in 16 bits. A sum of `x` and `residual` is
     rounded to their dtype before the norm.
     """
 
@@ -211,6 +238,10 @@ class Ops(Protocol):
         """Return the layer norm (Ba et al., 2016) of x [..., size], or without a bias its
         root-mean-square norm (Zhang and Sennrich, 2019).
         """
+        ...
+
+    def norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """Compute the root-mean-square norm of rows x [T, size], which may be apart, in place."""
         ...
 
     def add_norm(

@@ -13,7 +13,7 @@ class Int8Ops:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self.stack, self.norm, self.add_norm = ops.stack, ops.norm, ops.add_norm
+        self.stack, self.norm, self.add_norm, self.norm_in_place = ops.stack, ops.norm, ops.add_norm, ops.norm_in_place
         self.multiplies, self.multiplies_float8 = ops.multiplies, ops.multiplies_float8
 
     def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:

@@ -48,9 +48,15 @@ class TorchOps:
         return LayerStack(layers, norm, post_norm)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        dtype = x.dtype
+        if weight.dtype != dtype:
+            x, bias = x.float(), None if bias is None else bias.float()
         if bias is None:
-            return F.rms_norm(x, weight.shape, weight, eps)
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
+            return F.rms_norm(x, weight.shape, weight, eps).to(dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+
+    def norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        x.copy_(self.norm(x, weight, None, eps))
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.engine.layers.base import HeadNorm, RotaryHeads
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -123,6 +125,15 @@ class NoRotation:
         """Return a cosine of 1 and a sine of 0, [T, 1, head_dim]."""
         cos, sin = (each.expand(len(positions), -1, -1) for each in self._pair)
         return cos, sin
+
+
+def prepare(x: Tensor, norm: HeadNorm | None, rotary: RotaryHeads) -> Tensor:
+    """Return queries or keys x [T, heads, head_dim], normed and rotated, as a new tensor."""
+    if norm is None:
+        return rotate(x, rotary.cos, rotary.sin)
+    if rotary.norm_after_rotation:
+        return norm(rotate(x, rotary.cos, rotary.sin))
+    return rotate(norm(x), rotary.cos, rotary.sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -56,9 +56,12 @@ def _attend(
     index: int, part: AttentionPart, x: Tensor, rotations: Sequence[Rotation], attend: AttentionContext
 ) -> Tensor:
     shape = part.shape
-    heads = part.qkv(x).view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+    qkv = part.qkv(x)
+    if part.row_norm is not None:
+        part.row_norm(qkv)
+    heads = qkv.view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
     if rotations:
-        rotary = RotaryHeads(*rotations[part.rotation], part.query_norm, part.key_norm)
+        rotary = RotaryHeads(*rotations[part.rotation], part.query_norm, part.key_norm, part.norm_after_rotation)
         attended = attend.rotary(index, heads, rotary)
     else:
         attended = attend(index, *heads.tensor_split([shape.heads, shape.heads + shape.kv_heads], 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadat
 from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
+from workers.engine.native.norms import NormWeights, head_norm
 
 _Strides = ctypes.c_ssize_t * 2
 # Dtypes of queries, keys and values, and of the cache, with their numbers in lanes.h
@@ -144,9 +146,7 @@ class CpuAttention:
     ) -> Tensor:
         prepared, rotation = self._prepared(metadata, pattern, None), head_rotation(rotary.cos, rotary.sin)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
-        if rotary.query_norm is None or rotary.key_norm is None:
-            return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale)
-        norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr(), rotary.query_norm.eps
+        norms = [head_norm(norm, rotary.norm_after_rotation) for norm in (rotary.query_norm, rotary.key_norm)]
         return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale, norms)
 
     def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
@@ -164,9 +164,9 @@ class CpuAttention:
         v: Tensor,
         layer_cache: Tensor,
         scale: float,
-        norms: tuple[int | None, int | None, float] = (None, None, 0.0),
+        norms: Sequence[NormWeights | None] = (None, None),
     ) -> Tensor:
-        """Attend; `norms`: addresses of the queries' and the keys' weights, and their epsilon."""
+        """Attend; `norms`: of the queries and the keys."""
         prepared.set_strides(q.stride(), k.stride(), v.stride())
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(
@@ -177,7 +177,7 @@ class CpuAttention:
             k.data_ptr(),
             v.data_ptr(),
             out.data_ptr(),
-            *norms,
+            *(None if norm is None else ctypes.addressof(norm) for norm in norms),
             scale,
         )
         return out
@@ -236,6 +236,6 @@ def _functions() -> ctypes.CDLL:
     library.attention_scratch.argtypes = (number, number, number, number)
     library.attention_plan.argtypes = (pointer,)
     library.attention_scratch.restype = library.attention_plan.restype = ctypes.c_ssize_t
-    library.attend_layer.argtypes = (*(pointer,) * 9, ctypes.c_float, ctypes.c_float)
+    library.attend_layer.argtypes = (*(pointer,) * 9, ctypes.c_float)
     library.attend_layer.restype = None
     return library

@@ -16,6 +16,7 @@ from workers.engine.native.attention import CpuAttention, HeadRotation, head_rot
 from workers.engine.native.checks import norms_match_torch
 from workers.engine.native.library import load
 from workers.engine.native.memory import zeros_together
+from workers.engine.native.norms import NormWeights, head_norm, norm_weights
 from workers.engine.native.packed import PackedMatrix
 
 PARTS = ("matrix", "attention", "norms and elementwise")
@@ -24,19 +25,13 @@ _MLP_ROWS = 512
 _LEAST_ROOM = 64  # tokens
 
 
-class _Norm(ctypes.Structure):
-    """`norm` of stack.c."""
-
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("eps", ctypes.c_float)]
-
-
 class _Layer(ctypes.Structure):
     """`decoder_layer` of stack.c."""
 
     _fields_ = [
-        *((name, _Norm) for name in ("attention_norm", "mlp_norm")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "output", "up", "down", "query_norm", "key_norm", "cache")),
-        *((name, ctypes.c_float) for name in ("head_eps", "scale")),
+        *((name, NormWeights) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "up", "down", "cache")),
+        ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("step", "rotation")),
     ]
 
@@ -46,7 +41,7 @@ class _Stack(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
-        ("norm", _Norm),
+        ("norm", NormWeights),
         *(
             (name, ctypes.c_int32)
             for name in ("post_norm", "num_layers", "hidden", "queries", "keys", "mlp_rows", "floats", "threads")
@@ -61,12 +56,12 @@ class NativeStack(LayerStack):
 
     def __init__(self, layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool = False) -> None:
         super().__init__(layers, norm, post_norm)
-        shape, weight = layers[0].attention.shape, _weight(layers[0])
-        queries, keys, self._hidden = shape.queries, shape.keys, len(weight)
+        shape, output = layers[0].attention.shape, _packed(layers[0].attention.output)
+        queries, keys, self._hidden = shape.queries, shape.keys, output.columns
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
         self._mlp = max(_packed(layer.mlp.up).columns for layer in layers)
         self._c_layers = (_Layer * len(layers))(*map(_c_layer, layers))
-        self._dtype = weight.dtype
+        self._dtype = output.dtype
         sizes = len(layers), self._hidden, queries, keys, _MLP_ROWS, self._dtype == torch.float32
         self._c_stack = _Stack(self._c_layers, _c_norm(norm), post_norm, *sizes)
         self._pointer = ctypes.addressof(self._c_stack)
@@ -138,13 +133,20 @@ def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool
     packed = bool(layers) and all(isinstance(matrix, PackedMatrix) for layer in layers for matrix in _matrices(layer))
     normed = all(layer.attention_norm is not None for layer in layers[0 if post_norm else 1 :])
     alike = len({_heads(layer) for layer in layers}) == 1 and all(map(_is_plain, layers))
-    return packed and normed and alike and (norm is None) is post_norm and norms_match_torch(_weight(layers[0]).dtype)
+    placed = (norm is None) is post_norm
+    return packed and normed and alike and placed and norms_match_torch(_packed(layers[0].mlp.up).dtype)
 
 
 def _is_plain(layer: DecoderLayer) -> bool:
     """Return whether a layer has its parts one after the other, and no norms of their results."""
     results = layer.attention_result_norm, layer.mlp_result_norm
-    return layer.mlp_norm is not None and results == (None, None) and not layer.parallel and layer.factor == 1.0
+    return (
+        layer.mlp_norm is not None
+        and results == (None, None)
+        and not layer.parallel
+        and layer.factor == 1.0
+        and layer.attention.row_norm is None
+    )
 
 
 def _heads(layer: DecoderLayer) -> tuple[int, int, int]:
@@ -156,35 +158,20 @@ def _matrices(layer: DecoderLayer) -> tuple[object, ...]:
     return layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down
 
 
-def _weight(layer: DecoderLayer) -> Tensor:
-    assert layer.mlp_norm is not None
-    return layer.mlp_norm.weight
-
-
 def _packed(projection: object) -> PackedMatrix:
     assert isinstance(projection, PackedMatrix)
     return projection
 
 
-def _c_norm(norm: Norm | None) -> _Norm:
-    if norm is None:
-        return _Norm()
-    return _Norm(norm.weight.data_ptr(), None if norm.bias is None else norm.bias.data_ptr(), norm.eps)
+def _c_norm(norm: Norm | None) -> NormWeights:
+    return NormWeights() if norm is None else norm_weights(norm.weight, norm.bias, norm.eps)
 
 
 def _c_layer(layer: DecoderLayer) -> _Layer:
     matrices, part = [_packed(matrix).pointer for matrix in _matrices(layer)], layer.attention
-    head_norms = [None if norm is None else norm.weight.data_ptr() for norm in (part.query_norm, part.key_norm)]
-    head_eps = 0.0 if part.query_norm is None else part.query_norm.eps
-    return _Layer(
-        _c_norm(layer.attention_norm),
-        _c_norm(layer.mlp_norm),
-        *matrices,
-        *head_norms,
-        None,
-        head_eps,
-        rotation=part.rotation,
-    )
+    norms = [_c_norm(norm) for norm in (layer.attention_norm, layer.mlp_norm)]
+    norms += [head_norm(norm, part.norm_after_rotation) for norm in (part.query_norm, part.key_norm)]
+    return _Layer(*norms, *matrices, rotation=part.rotation)
 
 
 @functools.cache

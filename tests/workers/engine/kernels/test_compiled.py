@@ -56,7 +56,12 @@ def norm(dtype: str, size: int, rows: int, warps: int, **absent: None) -> Kernel
     tensors = {name: f"*{dtype}" for name in ("x", "residual", "weight", "bias", "out") if name not in absent}
     constants = {"ROWS": rows, "WIDTH": size, **absent}
     return variant(
-        "norm", "_norm", tensors | {"count": "i32", "size": "i32", "eps": "fp32"}, constants, warps, loose=("count",)
+        "norm",
+        "_norm",
+        tensors | {"count": "i32", "size": "i32", "stride": "i32", "eps": "fp32"},
+        constants,
+        warps,
+        loose=("count",),
     )
 
 
@@ -76,13 +81,22 @@ VARIANTS = {
         | CACHE
         | STRIDES
         | {"eps": "fp32"},
-        HEAD,
+        HEAD | {"query_bias": None, "key_bias": None},
+    ),
+    "rotary with layer norms": variant(
+        "rotary",
+        "_rotate_and_write",
+        dict.fromkeys(("qkv", "cos", "sin", "query_weight", "query_bias", "key_weight", "key_bias", "q"), "*bf16")
+        | CACHE
+        | STRIDES
+        | {"eps": "fp32"},
+        HEAD | {"BY_HEAD": True, "NORM_LAST": True},
     ),
     "rotary": variant(
         "rotary",
         "_rotate_and_write",
         dict.fromkeys(("qkv", "cos", "sin", "q"), "*bf16") | CACHE | STRIDES | {"eps": "fp32"},
-        HEAD | {"query_weight": None, "key_weight": None},
+        HEAD | dict.fromkeys(("query_weight", "query_bias", "key_weight", "key_bias")),
     ),
     "write": variant(
         "rotary",

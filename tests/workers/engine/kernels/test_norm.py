@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
-from workers.engine.kernels.norm import add_normed, normed
+from workers.engine.kernels.norm import add_normed, norm_in_place, normed
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1 / 64, torch.float16: 1 / 512}
 
@@ -18,10 +18,11 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.layer_norm(x, size, weight.float(), bias.float(), 1e-6)
 
 
-def check(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
+def check(rows: int, size: int, dtype: torch.dtype, centered: bool, wide: bool = False) -> None:
     torch.manual_seed(size)
     x, residual = torch.randn(2, rows, size, device=DEVICE).mul(3).add(1).to(dtype)
-    weight, bias = torch.randn(2, size, device=DEVICE).to(dtype)
+    weight, bias = torch.randn(2, size, device=DEVICE)
+    weight, bias = weight if wide else weight.to(dtype), bias.to(dtype)
     shift = bias if centered else None
     alone = normed(x, weight, shift, 1e-6)
     torch.testing.assert_close(alone.float(), expected(x, weight, shift), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -36,16 +37,26 @@ def check(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "size"), [(5, 16), (3, 576), (2, 1024), (1, 5120)])
-def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
-    check(rows, size, dtype, centered)
+def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool, wide: bool) -> None:
+    check(rows, size, dtype, centered, wide)
 
 
 def test_heads_of_a_larger_tensor() -> None:
     qkv, weight = torch.randn(4, 7, 24, device=DEVICE), torch.randn(24, device=DEVICE)
     torch.testing.assert_close(normed(qkv[:, :3], weight, None, 1e-6), expected(qkv[:, :3], weight, None))
+
+
+def test_rows_that_are_apart_are_normed_in_place() -> None:
+    qkv, weight = torch.randn(5, 100, device=DEVICE), torch.randn(48, device=DEVICE)
+    before = qkv.clone()
+    norm_in_place(qkv[:, 20:68], weight, 1e-6)
+    torch.testing.assert_close(qkv[:, 20:68], expected(before[:, 20:68], weight, None))
+    before[:, 20:68] = qkv[:, 20:68]
+    assert qkv.equal(before)
 
 
 def test_no_rows() -> None:

@@ -2,22 +2,19 @@
 other.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
+from tests.workers.engine.layers.head_norms import KINDS, head_norms
 from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.layers.base import RotaryHeads
-from workers.engine.layers.norm import RMSNorm
-from workers.engine.layers.rotary import RopeConfig, Rotary, rotate
-from workers.engine.layers.weights import Weights
+from workers.engine.layers.rotary import RopeConfig, Rotary, prepare
 
 POISON = 12345.0
-
-
-def head_norm(size: int, dtype: torch.dtype) -> RMSNorm:
-    return RMSNorm(Weights({"n.weight": lambda: torch.randn(size)}, dtype, DEVICE), "n", size, 1e-6)
 
 
 def places(tokens: int, blocks: int, block_size: int) -> Tensor:
@@ -33,7 +30,7 @@ def expected_cache(k: Tensor, v: Tensor, cache: Tensor, mapping: Tensor) -> Tens
 
 
 def check(
-    tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool, block_size: int = 16
+    tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norms: str, block_size: int = 16
 ) -> None:
     torch.manual_seed(dim)
     blocks = -(-tokens // block_size) + 2
@@ -41,30 +38,29 @@ def check(
     qkv = wide[:, :-1]  # rows further apart than they are long
     positions = torch.randint(0, 300, (tokens,), device=DEVICE)
     cos, sin = Rotary(RopeConfig(1e4, "default", {}, 300), dim, 300, dtype, DEVICE).cos_sin(positions, positions + 1)
-    norms = (head_norm(dim, dtype), head_norm(dim, dtype)) if normed else (None, None)
+    rotary = RotaryHeads(cos, sin, *head_norms(norms, heads, kv_heads, dim, dtype, DEVICE), norms == "after rotation")
     cache, mapping = (
         torch.full((2, blocks, kv_heads, block_size, dim), POISON, device=DEVICE).to(dtype),
         places(tokens, blocks, block_size),
     )
     q, k, v = qkv.float().split([heads, kv_heads, kv_heads], 1)
-    for norm in filter(None, norms):
-        norm.weight = norm.weight.float()
-    if norms[0] is not None and norms[1] is not None:
-        q, k = norms[0](q), norms[1](k)
-    q, k = rotate(q, cos.float(), sin.float()), rotate(k, cos.float(), sin.float())
+    for norm in filter(None, (rotary.query_norm, rotary.key_norm)):
+        norm.weight, norm.bias = norm.weight.float(), None if norm.bias is None else norm.bias.float()
+    wide = replace(rotary, cos=cos.float(), sin=sin.float())
+    q, k = prepare(q, rotary.query_norm, wide), prepare(k, rotary.key_norm, wide)
     written = expected_cache(k, v, cache, mapping)
-    got = rotate_and_write(qkv, heads, RotaryHeads(cos, sin, *norms), cache, mapping)
+    got = rotate_and_write(qkv, heads, rotary, cache, mapping)
     tolerance = 2e-5 if dtype == torch.float32 else 1 / 64
     torch.testing.assert_close(got.float(), q, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(cache.float(), written.float(), rtol=tolerance, atol=tolerance)
     assert got.is_contiguous()
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("norms", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64), (3, 1, 80), (16, 8, 128)])
-def test_equals_the_layers(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool) -> None:
-    check(5, heads, kv_heads, dim, dtype, normed)
+def test_equals_the_layers(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norms: str) -> None:
+    check(5, heads, kv_heads, dim, dtype, norms)
 
 
 def test_writes_alone() -> None:
@@ -90,11 +86,11 @@ def test_a_cache_of_8_bits_rounds_as_torch_does_and_holds_what_is_too_large() ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("norms", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim"),
     [(16384, 16, 8, 128), (1024, 32, 8, 128), (256, 14, 2, 64), (1, 32, 32, 80), (333, 9, 3, 256)],
 )
-def test_real_shapes(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool) -> None:
-    check(tokens, heads, kv_heads, dim, dtype, normed)
+def test_real_shapes(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norms: str) -> None:
+    check(tokens, heads, kv_heads, dim, dtype, norms)

@@ -64,6 +64,8 @@ static void attend(int32_t from, int32_t to, int mode) {
         .query_stride = {HEADS * SIZE, SIZE}, .key_stride = {KV_HEADS * SIZE, SIZE},
         .value_stride = {KV_HEADS * SIZE, SIZE},
     };
+    norm_weights query_norm = {.weight = stored(given.query_norm, mode), .eps = EPS},
+                 key_norm = {.weight = stored(given.key_norm, mode), .eps = EPS};
     head_rotation rotation = {stored(given.cos[from], mode), stored(given.sin[from], mode), SIZE};
     ptrdiff_t partials = attention_plan(&step);
     float *scratch = malloc((size_t)(SHARES * step.scratch_size + partials) * sizeof(float));
@@ -71,7 +73,7 @@ static void attend(int32_t from, int32_t to, int mode) {
     step.partials = partials ? scratch + SHARES * step.scratch_size : NULL;
     attend_layer(&step, &rotation, cache, stored(given.q[from][0], mode), stored(given.k[from][0], mode),
                  stored(given.v[from][0], mode), (char *)got + from * HEADS * SIZE * number_bytes(mode),
-                 stored(given.query_norm, mode), stored(given.key_norm, mode), EPS, SCALE);
+                 &query_norm, &key_norm, SCALE);
     free(scratch);
 }
 

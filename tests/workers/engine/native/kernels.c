@@ -105,7 +105,7 @@ static int norm_is_right(void) {
         rows[0][i] = i % 2 ? -3.0f : 3.0f;
     for (int i = 0; i < 64; i++)
         weight[i] = (float)i;
-    norm_rows(rows, NULL, weight, NULL, normed, 600, 64, 0.0f, 0, 1, THREADS);
+    norm_rows(rows, NULL, &(norm_weights){.weight = weight}, normed, 600, 64, 64, 1, THREADS);
     for (int i = 0; i < 64; i++)
         if (fabsf(normed[599][i] - (i % 2 ? -weight[i] : weight[i])) > 1e-4f)
             return 0;

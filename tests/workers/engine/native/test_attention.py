@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.workers.engine.layers.head_norms import KINDS, head_norms
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import Attention, AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
 from workers.engine.layers.base import AttentionPattern, RotaryHeads
-from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import RopeConfig, Rotary
-from workers.engine.layers.weights import Weights
 from workers.engine.native.attention import CpuAttention
 
 pytestmark = needs_native
@@ -289,20 +288,17 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
     assert torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", KINDS)
 @pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (128, 32), (20, 8)])
 @each_kind
-def test_norm_and_rotation(numbers: Numbers, dim: int, block_size: int, norms: bool) -> None:
+def test_norm_and_rotation(numbers: Numbers, dim: int, block_size: int, norms: str) -> None:
     """As the reference does them, which rounds bfloat16 at every operation."""
     dtype = numbers.dtype
     step = NativeStep([(37, 37), (1, 1), (20, 20)], 2, 3, dim, block_size, numbers)
     torch.manual_seed(5)
     positions = torch.cat([torch.arange(count) for count, _ in step.rows])
     cos, sin = Rotary(RopeConfig(10000.0, "default", {}, 4096), dim, 100, dtype, CPU).cos_sin(positions, positions + 1)
-    weights = Weights({f"{name}.weight": lambda: torch.rand(dim) + 0.5 for name in "qk"}, dtype, CPU)
-    rotary = (
-        RotaryHeads(cos, sin, *(RMSNorm(weights, name, dim, 1e-6) for name in "qk")) if norms else RotaryHeads(cos, sin)
-    )
+    rotary = RotaryHeads(cos, sin, *head_norms(norms, 6, 2, dim, dtype, CPU), norms == "after rotation")
     qkv = torch.randn(len(positions), 10, dim).to(dtype)
     spans = [(row, 0, count) for row, (count, _) in enumerate(step.rows)]
     outs = []

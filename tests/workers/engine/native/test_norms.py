@@ -12,13 +12,15 @@ pytestmark = needs_native
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1 / 128}
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("rows", "size"), [(1, 16), (5, 63), (3, 576), (70, 768), (2, 5120)])
-def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
+def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool, wide: bool) -> None:
     torch.manual_seed(size)
     x, residual = torch.randn(2, rows, size).mul(3).add(1).to(dtype)
-    weight, bias = torch.randn(2, size).to(dtype)
+    weight, bias = torch.randn(2, size)
+    weight, bias = weight if wide else weight.to(dtype), bias.to(dtype)
     ops, tolerance = NativeOps(), TOLERANCE[dtype]
     total = x + residual
     if centered:

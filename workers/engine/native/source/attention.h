@@ -57,9 +57,10 @@ typedef struct {
     const attention_step *step;
     const head_rotation *rotation; /* NULL for none */
     uint32_t *cache;
-    const void *q, *k, *v, *query_norm, *key_norm;
+    const void *q, *k, *v;
+    const norm_weights *query_norm, *key_norm; /* NULL for none */
     void *out;
-    float eps, scale;
+    float scale;
 } attention_layer;
 
 typedef struct {

@@ -34,7 +34,7 @@ NEVER_INLINE void begin_head(const attention_layer *layer, const workspace *work
         fetch(numbers_at(layer->q, step->query_stride, token, of + group, mode), bytes);
         fetch_to_write((char *)layer->out + (token * step->heads + of) * bytes, bytes);
         query[steps - 1] = 0;
-        from = prepared(layer, work, from, layer->query_norm, token, query, 0, mode);
+        from = prepared(layer, work, from, layer->query_norm, token, of, query, 0, mode);
         if (from != query)
             memcpy(query, from, (size_t)bytes);
     }

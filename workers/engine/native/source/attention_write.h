@@ -4,8 +4,17 @@
 
 #include "attention.h"
 
+/* x less its mean. */
+ALWAYS_INLINE void center(float *x, ptrdiff_t size) {
+    float sum = 0;
+    for (ptrdiff_t i = 0; i < size; i++)
+        sum += x[i];
+    for (ptrdiff_t i = 0; i < size; i++)
+        x[i] -= sum / (float)size;
+}
+
 /* x by its own size, then by its weights. */
-ALWAYS_INLINE void norm(float *restrict x, const float *restrict weights, ptrdiff_t size, float eps) {
+ALWAYS_INLINE void scale_head(float *restrict x, const float *restrict weights, ptrdiff_t size, float eps) {
     lanes squares = {0};
     float rest = 0;
     ptrdiff_t i = 0;
@@ -16,6 +25,22 @@ ALWAYS_INLINE void norm(float *restrict x, const float *restrict weights, ptrdif
     float scale = 1.0f / sqrtf((added_up(squares) + rest) / (float)size + eps);
     for (i = 0; i < size; i++)
         x[i] = x[i] * scale * weights[i];
+}
+
+/* A head's numbers by its norm; `other` [size] is used up. */
+ALWAYS_INLINE void norm_head(float *restrict x, float *restrict other, const norm_weights *norm, ptrdiff_t head,
+                             ptrdiff_t size, int mode) {
+    ptrdiff_t first = norm->by_head ? head * size : 0;
+    int is_bf16 = mode == PAIRS && !norm->wide;
+    if (norm->bias)
+        center(x, size);
+    widen(other, (const char *)norm->weight + first * (is_bf16 ? 2 : 4), size, is_bf16);
+    scale_head(x, other, size, norm->eps);
+    if (norm->bias) {
+        widen(other, (const char *)norm->bias + first * number_bytes(mode), size, mode == PAIRS);
+        for (ptrdiff_t i = 0; i < size; i++)
+            x[i] += other[i];
+    }
 }
 
 /* Half of a head's numbers, rotated: `sin` as stored for them, `other` the other half. */
@@ -30,10 +55,11 @@ ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float
                 + other[i] * float_of_bf16(((const bf16 *)sin)[first + i]);
 }
 
-/* A head's query as it attends, or its key (`cached`): normed and turned where the model does that, keys as the cache
-   has them. Points to its words: `from` itself, or `to`. */
+/* A head's query as it attends, or its key (`cached`): normed and turned where the model does that, in its order, keys
+   as the cache has them. Points to its words: `from` itself, or `to`. */
 NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace *work, const void *from,
-                                  const void *weights, ptrdiff_t token, void *to, int cached, int mode) {
+                                  const norm_weights *norm, ptrdiff_t token, ptrdiff_t head, void *to, int cached,
+                                  int mode) {
     const head_rotation *rotation = layer->rotation;
     ptrdiff_t size = layer->step->head_dim, half = size / 2;
     int is_bf16 = cached ? mode != FLOATS : mode == PAIRS;
@@ -46,13 +72,14 @@ NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace 
     ptrdiff_t row = token * rotation->stride * number_bytes(mode);
     float *x = work->numbers, *turned = work->turned;
     widen(x, from, size, mode == PAIRS);
-    if (weights) {
-        widen(turned, weights, size, mode == PAIRS);
-        norm(x, turned, size, layer->eps);
-    }
+    int normed = norm && norm->weight;
+    if (normed && !norm->last)
+        norm_head(x, turned, norm, head, size, mode);
     const char *cos = (const char *)rotation->cos + row, *sin = (const char *)rotation->sin + row;
     turn(turned, x, x + half, cos, sin, 0, half, mode);
     turn(turned + half, x + half, x, cos, sin, half, half, mode);
+    if (normed && norm->last)
+        norm_head(turned, x, norm, head, size, mode);
     narrow(to, turned, size, is_bf16);
     return to;
 }
@@ -135,7 +162,8 @@ ALWAYS_INLINE void write_head(const attention_layer *layer, const workspace *wor
         const void *key = numbers_at(layer->k, step->key_stride, token + i, head, mode);
         fetch(numbers_at(layer->k, step->key_stride, token + i, head + 1, mode), bytes);
         fetch(numbers_at(layer->v, step->value_stride, token + i, head + 1, mode), bytes);
-        keys[i] = prepared(layer, work, key, layer->key_norm, token + i, work->queries + i * steps, 1, mode);
+        keys[i] = prepared(layer, work, key, layer->key_norm, token + i, head, work->queries + i * steps, 1,
+                           mode);
         values[i] = numbers_at(layer->v, step->value_stride, token + i, head, mode);
         if (mode == FLOATS_BY_PAIRS) {
             narrow(work->values + i * steps, (const float *)(const void *)values[i], step->head_dim, 1);

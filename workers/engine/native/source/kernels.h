@@ -16,13 +16,19 @@ typedef struct {
     ptrdiff_t stride;      /* in numbers, from token to token */
 } head_rotation;
 
+/* What a norm of rows, or of heads, is by. */
+typedef struct {
+    const void *weight, *bias; /* no weight: no norm; no bias: of root mean squares */
+    float eps;
+    int32_t wide; /* whether the weight is in float, whatever the numbers are in; the bias is as they are */
+    int32_t by_head, last; /* of heads: whether each has a weight and bias of its own; whether they are turned first */
+} norm_weights;
+
 int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y, ptrdiff_t threads);
-void norm_rows(
-    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps,
-    int centered, int floats, ptrdiff_t threads
-);
+void norm_rows(void *x, const void *residual, const norm_weights *norm, void *y, ptrdiff_t m, ptrdiff_t n,
+               ptrdiff_t stride, int floats, ptrdiff_t threads);
 void attend_layer(const attention_step *step, const head_rotation *rotation, uint32_t *cache, const void *q,
-                  const void *k, const void *v, void *out, const void *query_norm, const void *key_norm, float eps,
-                  float scale);
+                  const void *k, const void *v, void *out, const norm_weights *query_norm,
+                  const norm_weights *key_norm, float scale);
 
 #endif

@@ -22,10 +22,9 @@ ALWAYS_INLINE void put(void *to, ptrdiff_t i, float value, int floats) {
         ((bf16 *)to)[i] = bf16_of_float(value);
 }
 
-ALWAYS_INLINE void norm_row(
-    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t n, float eps, int centered,
-    int floats, float *row
-) {
+ALWAYS_INLINE void norm_row(void *x, const void *residual, const norm_weights *norm, void *y, ptrdiff_t n, int floats,
+                            int wide, float *row) {
+    const void *weight = norm->weight, *bias = norm->bias;
     float sum = 0.0f, squares = 0.0f;
     if (residual) {
 #pragma omp simd
@@ -35,51 +34,51 @@ ALWAYS_INLINE void norm_row(
 #pragma omp simd reduction(+ : sum)
     for (ptrdiff_t i = 0; i < n; i++)
         sum += row[i] = get(x, i, floats);
-    float mean = centered ? sum / (float)n : 0.0f;
+    float mean = bias ? sum / (float)n : 0.0f;
 #pragma omp simd reduction(+ : squares)
     for (ptrdiff_t i = 0; i < n; i++)
         squares += (row[i] - mean) * (row[i] - mean);
-    float scale = 1.0f / sqrtf(squares / (float)n + eps);
+    float scale = 1.0f / sqrtf(squares / (float)n + norm->eps);
     if (bias) {
 #pragma omp simd
         for (ptrdiff_t i = 0; i < n; i++)
-            put(y, i, (row[i] - mean) * scale * get(weight, i, floats) + get(bias, i, floats), floats);
+            put(y, i, (row[i] - mean) * scale * get(weight, i, wide) + get(bias, i, floats), floats);
     } else {
 #pragma omp simd
         for (ptrdiff_t i = 0; i < n; i++)
-            put(y, i, (row[i] - mean) * scale * get(weight, i, floats), floats);
+            put(y, i, (row[i] - mean) * scale * get(weight, i, wide), floats);
     }
 }
 
 typedef struct {
     char *x;
     const char *residual;
-    const void *weight, *bias;
+    const norm_weights *norm;
     char *y;
-    ptrdiff_t n;
-    float eps;
-    int centered, floats;
+    ptrdiff_t n, stride;
+    int floats;
 } normed_rows;
 
 static void norm_range(void *work, ptrdiff_t first, ptrdiff_t end) {
     const normed_rows *rows = work;
-    ptrdiff_t n = rows->n, stride = n * (ptrdiff_t)(rows->floats ? sizeof(float) : sizeof(bf16));
+    ptrdiff_t n = rows->n, stride = rows->stride * (ptrdiff_t)(rows->floats ? sizeof(float) : sizeof(bf16));
     float row[n];
     for (ptrdiff_t i = first; i < end; i++) {
         void *own = rows->x + i * stride, *out = rows->y + i * stride;
         const void *added = rows->residual ? rows->residual + i * stride : NULL;
         if (rows->floats)
-            norm_row(own, added, rows->weight, rows->bias, out, n, rows->eps, rows->centered, 1, row);
+            norm_row(own, added, rows->norm, out, n, 1, 1, row);
+        else if (rows->norm->wide)
+            norm_row(own, added, rows->norm, out, n, 0, 1, row);
         else
-            norm_row(own, added, rows->weight, rows->bias, out, n, rows->eps, rows->centered, 0, row);
+            norm_row(own, added, rows->norm, out, n, 0, 0, row);
     }
 }
 
-/* x is changed only where there is a residual; residual, bias: NULL for none. All bf16, or all float. */
-void norm_rows(
-    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps,
-    int centered, int floats, ptrdiff_t threads
-) {
-    normed_rows rows = {x, residual, weight, bias, y, n, eps, centered, floats};
+/* x is changed only where there is a residual, else NULL, or where y is x. All bf16, or all float, but for wide weights.
+   `stride`: numbers from row to row. */
+void norm_rows(void *x, const void *residual, const norm_weights *norm, void *y, ptrdiff_t m, ptrdiff_t n,
+               ptrdiff_t stride, int floats, ptrdiff_t threads) {
+    normed_rows rows = {x, residual, norm, y, n, stride, floats};
     run_ranges(norm_range, &rows, m, m * n > MANY ? threads : 1);
 }

@@ -12,22 +12,17 @@
 enum { MATRIX, ATTENTION, NORMS, PARTS };
 
 typedef struct {
-    const void *weight, *bias; /* no weight: no norm; no bias: of root mean squares */
-    float eps;
-} norm;
-
-typedef struct {
-    norm attention_norm, mlp_norm; /* the former may be missing in the first layer, unless norms come behind */
+    norm_weights attention_norm, mlp_norm; /* the former may be missing in the first layer, unless norms come behind */
+    norm_weights query_norm, key_norm;
     const packed_matrix *qkv, *output, *up, *down;
-    const void *query_norm, *key_norm; /* NULL for none */
     uint32_t *cache;
-    float head_eps, scale;
+    float scale;
     int32_t step, rotation; /* which of the steps and rotations are its own: layers of one pattern share a step */
 } decoder_layer;
 
 typedef struct {
     const decoder_layer *layers;
-    norm norm;         /* behind the last layer, unless norms come behind each part */
+    norm_weights norm; /* behind the last layer, unless norms come behind each part */
     int32_t post_norm; /* whether they do */
     int32_t num_layers, hidden, queries, keys; /* the latter three: numbers of a token */
     int32_t mlp_rows;                          /* tokens that go through an MLP together */
@@ -69,9 +64,10 @@ static void count(decoder_stack *stack, stack_pass *pass, int part) {
 }
 
 /* x becomes x + residual, and y its norm; y may be the residual's place. */
-static void add_norm(decoder_stack *stack, stack_pass *pass, const norm *norm, char *x, const char *residual, char *y) {
-    norm_rows(x, residual, norm->weight, norm->bias, y, pass->tokens, stack->hidden, norm->eps, norm->bias != NULL,
-              stack->floats, stack->threads);
+static void add_norm(decoder_stack *stack, stack_pass *pass, const norm_weights *norm, char *x, const char *residual,
+                     char *y) {
+    norm_rows(x, residual, norm, y, pass->tokens, stack->hidden, stack->hidden, stack->floats,
+              stack->threads);
     count(stack, pass, NORMS);
 }
 
@@ -100,8 +96,7 @@ static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_
     pass->failed |= packed_matmul(layer->qkv, x, pass->tokens, pass->wide, stack->threads);
     count(stack, pass, MATRIX);
     attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
-                 pass->wide, keys, values, pass->narrow, layer->query_norm, layer->key_norm, layer->head_eps,
-                 layer->scale);
+                 pass->wide, keys, values, pass->narrow, &layer->query_norm, &layer->key_norm, layer->scale);
     if (pass->num_needed >= 0 && is_last(stack, layer)) {
         gather_needed(stack, pass, pass->narrow, stack->queries);
         gather_needed(stack, pass, pass->x, stack->hidden);
