@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.engine.layers.base import AttentionShape
+from workers.engine.layers.query_temperature import QueryTemperature
 from workers.engine.layers.rotary import RopeConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.pooling_config import PoolingConfig
@@ -19,6 +20,8 @@ from workers.engine.models.pooling_config import PoolingConfig
 Json = Mapping[str, Any]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Other names. A text's positions are equal in all coordinates of "mrope".
+_ROPE_ALIASES = {"mrope": "default", "su": "longrope"}
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -39,6 +42,7 @@ class ModelConfig:
     # The rotations of its layers; None for layers without positions beside others that have them
     ropes: tuple[RopeConfig | None, ...] = ()
     rotations: tuple[int, ...] = ()  # by layer, the index in `ropes`; empty if all have the first
+    query_temperature: QueryTemperature | None = None
     embedding_factor: float = 1.0
     logit_factor: float = 1.0
     logit_cap: float | None = None  # cap * tanh(logit / cap)
@@ -124,6 +128,7 @@ def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
     """
     scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    kind = _ROPE_ALIASES.get(kind, kind)
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     if kind not in ROPE_TYPES:
         raise ModelLoadError(f"config.json asks for RoPE scaling {kind!r}; supported are {', '.join(ROPE_TYPES)}")
@@ -136,6 +141,30 @@ def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
         scaling.setdefault("original_max_position_embeddings", max_position_embeddings)
     _require_scaling(kind, scaling)
     return RopeConfig(theta, kind, scaling, max_position_embeddings, share)
+
+
+def ropes_by_kind(
+    raw: Json, max_position_embeddings: int, local_theta: float, global_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotations of layers with a window and of those without, in the form of
+    transformers 5 (`rope_parameters` by type of layer) or 4 (`rope_scaling` of those without).
+
+    The bases are defaults.
+    """
+    by_kind = raw.get("rope_parameters") or {}
+    scalings = (
+        {"rope_theta": local_theta, **(by_kind.get(SLIDING) or {})},
+        {"rope_theta": global_theta, **(raw.get("rope_scaling") or {}), **(by_kind.get(FULL) or {})},
+    )
+    first, second = (rope_config({**raw, "rope_scaling": each}, max_position_embeddings) for each in scalings)
+    return first, second
+
+
+def rotations_by_kind(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Return the rotations of layers from `layer_kinds`: the first for those with a window, the
+    second for the others.
+    """
+    return tuple(int(kind != SLIDING) for kind in kinds)
 
 
 def _require_scaling(kind: str, scaling: Json) -> None:

@@ -21,9 +21,9 @@ def config(raw: Json) -> ModelConfig:
 
 
 def _scaling(raw: Json) -> Json:
-    """Return the RoPE scaling, whose kind older checkpoints call "su" or "yarn"."""
+    """Return the RoPE scaling; checkpoints call "yarn" what is LongRoPE."""
     scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
+    if scaling.get("rope_type", scaling.get("type")) == "yarn":
         scaling["rope_type"] = "longrope"
     return scaling
 

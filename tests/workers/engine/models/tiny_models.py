@@ -72,6 +72,52 @@ class TinyModel:
 
 
 MODELS = {
+    "cohere": TinyModel(1, 0.3, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere-biased": TinyModel(
+        1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
+    ),
+    "cohere2": TinyModel(
+        1,
+        0.22,
+        "Cohere2Config",
+        _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "tie_word_embeddings": False},
+    ),
+    "exaone4": TinyModel(
+        1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
+    ),
+    "exaone4-full": TinyModel(1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": None}),
+    "gemma": TinyModel(1, 0.22, "GemmaConfig", _SHAPE | {"head_dim": 32, "tie_word_embeddings": False}),
+    "gemma2": TinyModel(
+        1,
+        0.22,
+        "Gemma2Config",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": TinyModel(
+        1,
+        0.22,
+        "Gemma3TextConfig",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
     "gpt2-by-layer": TinyModel(
         2,
@@ -94,7 +140,45 @@ MODELS = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
+    "ministral3": TinyModel(
+        1,
+        0.22,
+        "Ministral3Config",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
+    "olmo2": TinyModel(1, 0.22, "Olmo2Config", _SHAPE),
+    "olmo3": TinyModel(
+        1,
+        0.22,
+        "Olmo3Config",
+        _SHAPE
+        | {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        },
+    ),
     "phi3": TinyModel(
         3,
         0.22,
@@ -184,17 +268,15 @@ EACH_MODEL = [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.p
 
 
 OTHERS = {
-    "gemma3": TinyModel(
+    "cwm": TinyModel(
         1,
         0.22,
-        "Gemma3TextConfig",
+        "CwmConfig",
         _SHAPE
         | {
-            "head_dim": 32,
-            "query_pre_attn_scalar": 16,
+            "head_dim": 16,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "tie_word_embeddings": False,
         },
     ),
     "gpt-neox": TinyModel(
