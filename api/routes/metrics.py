@@ -54,7 +54,10 @@ async def metrics(request: Request) -> Response:
 
 
 class QueueMetric(NamedTuple):
-    """A metric of the API's own, and the function that reads its samples (label values, number)."""
+    """A metric of the queue, and the function that reads its samples (label values, number).
+
+    All are read from Redis, so that each API process answers the same.
+    """
 
     name: str
     kind: str

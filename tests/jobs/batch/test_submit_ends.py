@@ -150,7 +150,7 @@ def test_cancelled_while_it_runs(redis_client: redis.Redis, folder: PurePath) ->
 
 @pytest.mark.proof
 @pytest.mark.parametrize("outcome", ["completed", "expired"])
-@pytest.mark.parametrize("point", ["write_outputs", "publish_result_files", "note", "move"])
+@pytest.mark.parametrize("point", ["write_outputs", "publish_result_files", "record", "move"])
 def test_cancelled_while_its_results_are_written(
     redis_client: redis.Redis, folder: PurePath, monkeypatch: pytest.MonkeyPatch, outcome: str, point: str
 ) -> None:
@@ -160,11 +160,11 @@ def test_cancelled_while_its_results_are_written(
         record = under_way(redis_client, folder)
         redis_client.hset("{q}:batch:" + record.id, "expires_at", 1)
         tick(Ticker(Queue(redis_client)))
-    owner: Any = {"note": slices.Slice, "move": slices}.get(point, finalize)
+    owner: Any = {"record": slices.Slice, "move": slices}.get(point, finalize)
     real = getattr(owner, name := "save_manifest" if point == "move" else point)
 
     def cancel_first(*arguments: Any, **options: Any) -> Any:
-        if point != "note" or get_batch(redis_client, record.id).state == "finalizing":
+        if point != "record" or get_batch(redis_client, record.id).state == "finalizing":
             monkeypatch.setattr(owner, name, real)
             assert cancel_batch(redis_client, record.id).state == "cancelling"
         return real(*arguments, **options)

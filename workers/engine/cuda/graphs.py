@@ -31,12 +31,13 @@ graph, and the recording.
 
 
 class GraphVariant(Enum):
-    """The end of a graph: the sampled tokens, or the hidden states from which sampling by stages
-    starts.
+    """The end of a graph: the sampled tokens, the hidden states from which sampling by stages
+    starts, or both, for steps in which some rows need stages.
     """
 
     TOKENS = "tokens"
     HIDDEN = "hidden"
+    BOTH = "both"
 
 
 class DecodeGraphs:

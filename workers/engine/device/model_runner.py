@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workers.engine.backends.base import Backend
 from workers.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work
+from workers.engine.cuda.staging import to_device
 from workers.engine.device.step_runner import StepRunner
 from workers.engine.inputs.base import StepInputs
 from workers.engine.messages.resolved_config import ResolvedConfig
@@ -144,24 +145,28 @@ class ModelRunner(StepRunner):
         """
         inputs = self.inputs.build(rows, rows, 1, self._max_model_len, rows)
         hidden = self._forward(inputs)
-        if variant is GraphVariant.HIDDEN:
+        if variant is not GraphVariant.TOKENS:
             self._hidden[:rows].copy_(hidden)
-            return
-        self._draw(inputs, hidden)
+        if variant is not GraphVariant.HIDDEN:
+            self._draw(inputs, hidden)
 
     def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs, masks: MakeMasks | None) -> LaunchedStep:
         rows = len(plan.slots)
         with span("inputs"):
             self.inputs.stage(plan, self.num_slots)
-        fits = masks is None and self.sampler.fits_graph(plan.slots)
-        variant = GraphVariant.TOKENS if fits else GraphVariant.HIDDEN
+        staged = self._staged(plan)
+        variant = _variant(len(staged), rows)
         with span("forward"):
             graphs.run(variant, rows)
         if variant is GraphVariant.TOKENS:
             return self._towards_host(rows, None, [])
         made = None if masks is None else masks()
         with span("sample"):
-            return self._towards_host(rows, self._sample(plan, self._hidden[:rows], made), [])
+            if variant is GraphVariant.HIDDEN:
+                sampled = self._sample(plan, self._hidden[:rows], made)
+            else:
+                sampled = self._sample_some(plan, staged, self._hidden[:rows], made)
+            return self._towards_host(rows, sampled, [])
 
     def _launch_eagerly(self, plan: StepPlan, masks: MakeMasks | None) -> LaunchedStep:
         with span("inputs"):
@@ -171,10 +176,8 @@ class ModelRunner(StepRunner):
         number, sampled = len(inputs.last), None
         made = None if masks is None else masks()
         with span("sample"):
-            if number and made is None and self._draws_on_device(plan):
-                self._draw(inputs, hidden[inputs.last])
-            elif number:
-                sampled = self._sample(plan, hidden[inputs.last], made)
+            if number:
+                sampled = self._sample_or_draw(plan, inputs, hidden[inputs.last], made)
         return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
 
     def _forward(self, inputs: StepInputs, needed: Tensor | None = None) -> Tensor:
@@ -182,8 +185,24 @@ class ModelRunner(StepRunner):
         attend = self._attend(inputs, needed=needed)
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 
-    def _draws_on_device(self, plan: StepPlan) -> bool:
-        return self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples > 0])
+    def _staged(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Return the indices of the step's samples that need more than a draw, in rising order."""
+        staged = self.sampler.needs_stages(plan.slots[plan.sampled()[0]])
+        staged[plan.guided] = True
+        return np.flatnonzero(staged)
+
+    def _sample_or_draw(
+        self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, masks: TokenMasks | None
+    ) -> Sampled | None:
+        """Sample after the tokens with hidden states [R, hidden], by stages only where that is
+        needed and the draw is on the device.
+        """
+        staged = self._staged(plan) if self._backend.records else np.arange(len(hidden))
+        variant = _variant(len(staged), len(hidden))
+        if variant is GraphVariant.HIDDEN:
+            return self._sample(plan, hidden, masks)
+        self._draw(inputs, hidden)
+        return self._sample_some(plan, staged, hidden, masks) if len(staged) else None
 
     def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:
         """Sample rows that need only a draw; entirely on the device."""
@@ -191,13 +210,28 @@ class ModelRunner(StepRunner):
         self.inputs.store(self.sampler.draw_static(logits, inputs.slots, inputs.ends, inputs.prompt_lengths))
 
     def _sample(self, plan: StepPlan, hidden: Tensor, masks: TokenMasks | None) -> Sampled:
-        """Sample after the tokens with hidden states [R, hidden]."""
-        sampled_rows, later = plan.sampled()
-        slots, lengths = plan.slots[sampled_rows], (plan.starts + plan.counts)[sampled_rows] - later
-        rows = SampledRows(slots, self.inputs.prompt_lengths[slots], lengths, self.inputs.tokens)
-        sampled = self.sampler.sample(self.model.logits(hidden), rows, masks)
+        """Sample by stages after the tokens with hidden states [R, hidden]."""
+        sampled = self._stages(plan, np.arange(len(hidden)), hidden, masks)
         self.inputs.store(sampled.tokens)
         return sampled
+
+    def _sample_some(
+        self, plan: StepPlan, samples: NDArray[np.int64], hidden: Tensor, masks: TokenMasks | None
+    ) -> Sampled:
+        """Sample the rows `samples` of hidden states [R, hidden] by stages, in place of what was
+        drawn for them.
+        """
+        if masks is not None:
+            masks = TokenMasks(np.searchsorted(samples, masks.rows), masks.masks)
+        sampled = self._stages(plan, samples, hidden[to_device(samples, self.device)], masks)
+        self.inputs.store_rows(plan, samples, sampled.tokens)
+        return Sampled(sampled.tokens, samples[sampled.asking], sampled.logprobs)
+
+    def _stages(self, plan: StepPlan, samples: NDArray[np.int64], hidden: Tensor, masks: TokenMasks | None) -> Sampled:
+        sampled_rows, later = (part[samples] for part in plan.sampled())
+        slots, lengths = plan.slots[sampled_rows], (plan.starts + plan.counts)[sampled_rows] - later
+        rows = SampledRows(slots, self.inputs.prompt_lengths[slots], lengths, self.inputs.tokens)
+        return self.sampler.sample(self.model.logits(hidden), rows, masks)
 
     def _score(self, plan: StepPlan, scores: PromptScores, hidden: Tensor) -> Logprobs:
         """Score prompt tokens by the hidden states before them, a few rows at a time."""
@@ -223,6 +257,16 @@ class ModelRunner(StepRunner):
         if sampled is None:
             return LaunchedStep(copies[0], np.empty(0, np.int64), None, scores, done=done)
         return LaunchedStep(copies[0], sampled.asking, sampled.logprobs, scores, done=done)
+
+
+def _variant(staged: int, samples: int) -> GraphVariant:
+    """Return how a step ends of whose samples so many need stages.
+
+    Where they are many, a second pass through the output projection costs more than it saves.
+    """
+    if not staged:
+        return GraphVariant.TOKENS
+    return GraphVariant.BOTH if 2 * staged <= samples else GraphVariant.HIDDEN
 
 
 def _decodes(plan: StepPlan) -> bool:

@@ -52,6 +52,12 @@ class Inputs(ABC):
         Later steps find token 0 in the place of NO_TOKEN and NOT_FINITE.
         """
 
+    def store_rows(self, plan: StepPlan, samples: NDArray[np.int64], sampled: Tensor) -> None:
+        """Overwrite some tokens of the last step by `sampled` [R], those with the indices
+        `samples`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def result(self, number: int) -> Tensor:
         """Return the samples of the last step, int32 [number], all or none.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.attention.base import DeviceMetadata
-from workers.engine.cuda.staging import RESULTS, StagingRing
+from workers.engine.cuda.staging import RESULTS, StagingRing, to_device
 from workers.engine.inputs.base import Inputs, StepInputs
 from workers.engine.kernels import inputs as kernels
 from workers.engine.messages.step import StepPlan
@@ -96,6 +96,13 @@ class DeviceInputs(Inputs):
         This runs entirely on the device.
         """
         kernels.store(self._ring.on_device, self._rows, sampled, self.tokens, self._results)
+
+    def store_rows(self, plan: StepPlan, samples: NDArray[np.int64], sampled: Tensor) -> None:
+        rows, later = (part[samples] for part in plan.sampled())
+        ends = (plan.starts + plan.counts)[rows] - later
+        slots, columns, places = to_device(np.stack((plan.slots[rows], ends, samples)), self.tokens.device).unbind()
+        self.tokens[slots, columns] = sampled.clamp(min=0).int()
+        self._results[self._result, places] = sampled.int()
 
     def result(self, number: int) -> Tensor:
         """Return the tokens int32 [number] sampled by the staged step; call it once per step.

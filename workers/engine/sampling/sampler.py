@@ -58,16 +58,16 @@ class Sampler:
         """Upload the parameters; call once a step, after the last `set` and before sampling."""
         self._draw.upload()
 
-    def fits_graph(self, slots: NDArray[np.int32]) -> bool:
-        """Return whether `draw_static` supports all parameters of these slots.
+    def needs_stages(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Return which of these slots have parameters that `draw_static` does not support, [R].
 
-        `min_tokens` excludes a request until its end.
+        A request with `min_tokens` has until its end.
         """
-        return not self._staged[slots].any()
+        return self._staged[slots]
 
     def draw_static(self, logits: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """Return int32 [R] tokens, as from `Draw.tokens`, for rows that fit a graph, from logits
-        [R, vocab] of any float dtype, which stay unchanged.
+        """Return int32 [R] tokens, as from `Draw.tokens`, from logits [R, vocab] of any float
+        dtype, which stay unchanged. Parameters beyond the draw's have no effect.
 
         slots int32 [R], in which `num_slots` is a padding row; lengths int32 [R], each row's tokens
         so far; prompt_lengths int32 [num_slots]. Reads nothing from the host, so it may be

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.workers.engine.driving import recorded, resolved
 from tests.workers.engine.models.tiny_models import folder, reference
@@ -24,6 +25,7 @@ from workers.engine.device.model_runner import ModelRunner
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
 from workers.engine.models.decoder import RotaryDecoder
+from workers.engine.sampling.sampler import Sampled
 
 BLOCK, BLOCKS = 4, 24
 
@@ -246,14 +248,14 @@ DRAWN = SamplingParams(8, temperature=0.9, top_p=0.8, seed=5)
 STAGED = SamplingParams(8, temperature=0.9, repetition_penalty=1.3, logprobs=2, seed=6)
 
 
-def drive(runner: ModelRunner) -> list[list[int]]:
+def drive(runner: ModelRunner, second: SamplingParams) -> list[list[int]]:
     """Prompts of 9, 3 and 6 tokens in slots 4, 0 and 3, and four decode steps; the first request,
     which is sampled by stages, leaves after two of them, the second after three. Nothing is retired
     between.
     """
     slots, lengths = [4, 0, 3], [9, 3, 6]
     prompts = [reference("llama").prompts[1][:length] for length in lengths]
-    samplings = [STAGED, DRAWN, GREEDY]
+    samplings = [STAGED, second, GREEDY]
     added = [
         AddedRequest(slot, prompt, len(prompt), sampling)
         for slot, prompt, sampling in zip(slots, prompts, samplings, strict=True)
@@ -270,19 +272,39 @@ def drive(runner: ModelRunner) -> list[list[int]]:
     return [runner.retire(one).tokens.tolist() for one in launched]
 
 
+BOTH, HIDDEN, TOKENS = GraphVariant.BOTH, GraphVariant.HIDDEN, GraphVariant.TOKENS
+
+
 @pytest.mark.proof
+@pytest.mark.parametrize(
+    ("second", "graphs", "staged"),
+    [
+        pytest.param(DRAWN, {(BOTH, 5), (TOKENS, 5), (TOKENS, 2)}, [1, 1, 1], id="one staged"),
+        pytest.param(
+            STAGED, {(HIDDEN, 5), (BOTH, 5), (BOTH, 2), (TOKENS, 5), (TOKENS, 1)}, [3, 3, 3, 1], id="two staged"
+        ),
+    ],
+)
 @pytest.mark.parametrize("place", [interpreted, on_gpu])
-def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(place: Place) -> None:
+def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(
+    place: Place, second: SamplingParams, graphs: set[tuple[GraphVariant, int]], staged: list[int]
+) -> None:
+    """Only rows that need stages are sampled outside a graph, unless they are most of them."""
     plain, padded = make_runner(place), make_runner(place)
+    plain._backend = SimpleNamespace(records=False)  # type: ignore[assignment]
     padded.use_graphs(CudaRecorder() if place.device == "cuda" else recorded)
-    assert drive(padded) == drive(plain)
+    stages, rows = padded.sampler.sample, []
+
+    def sample(logits: Tensor, *rest: Any) -> Sampled:
+        rows.append(len(logits))
+        return stages(logits, *rest)
+
+    padded.sampler.sample = sample  # type: ignore[method-assign]
+    assert drive(padded, second) == drive(plain, second)
+    assert rows == staged
     cache, expected = padded.layers[0].cache, plain.layers[0].cache
     torch.testing.assert_close(cache[:, 1:], expected[:, 1:], rtol=0, atol=1e-5, equal_nan=True)
     assert cache[:, 13:].isnan().all()  # free blocks
     assert torch.equal(padded.inputs.tokens, plain.inputs.tokens)
     assert padded.graphs is not None
-    assert set(padded.graphs._recorded) == {
-        (GraphVariant.HIDDEN, 5),
-        (GraphVariant.TOKENS, 5),
-        (GraphVariant.TOKENS, 2),
-    }
+    assert set(padded.graphs._recorded) == graphs

@@ -212,12 +212,11 @@ def test_parameters_count_from_their_upload_on(small: None) -> None:
         {"logprobs": 0},
     ],
 )
-def test_what_fits_a_graph(more: dict[str, Any]) -> None:
+def test_what_needs_stages(more: dict[str, Any]) -> None:
     sampler = fused(asked([{"top_k": 5, "top_p": 0.5, "min_p": 0.1}, more, {}]), VOCAB)
-    assert sampler.fits_graph(np.array([0, 2], np.int32))
-    assert not sampler.fits_graph(np.array([0, 1], np.int32))
+    assert sampler.needs_stages(np.array([0, 1, 2], np.int32)).tolist() == [False, True, False]
     sampler.set(1, SamplingParams(1))
-    assert sampler.fits_graph(np.array([0, 1], np.int32))
+    assert not sampler.needs_stages(np.array([0, 1], np.int32)).any()
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -75,9 +76,8 @@ class LogitsRecorder:
         sampler = runner.sampler
         self._set, self._sample = sampler.set, sampler.sample
         sampler.set, sampler.sample = self.set, self.sample
-        sampler.fits_graph = lambda slots: (
-            False
-        )  # a graph ends at the hidden states then, and its rows come through `sample`
+        # A graph ends at the hidden states then, and its rows come through `sample`
+        sampler.needs_stages = lambda slots: np.ones(len(slots), np.bool_)
 
     def set(self, slot: int, params: SamplingParams) -> None:
         self._set(slot, params)
