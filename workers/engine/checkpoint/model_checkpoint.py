@@ -17,6 +17,7 @@ from workers.engine.models.config import Json, ModelConfig, eos_token_ids, shard
 from workers.engine.models.json_file import read_json
 from workers.engine.models.registry import Family, find_task
 from workers.engine.models.sentence_folder import embedding_config
+from workers.engine.models.text_part import text_part
 from workers.model_folder import MODULES, OWN_GENERATION, generation_file, transformer_folder
 
 if TYPE_CHECKING:  # importing it takes seconds
@@ -35,6 +36,7 @@ class ModelCheckpoint:
     family: Family | TransformersClass | PaddedClass
     config: ModelConfig
     quantized: CheckpointFormat | None = None
+    text_only: bool = False  # whether `raw` is the text model's part of config.json
 
 
 def open_checkpoint(
@@ -48,7 +50,8 @@ def open_checkpoint(
     """
     whole = find_folder(name)
     folder = transformer_folder(whole)
-    raw = read_json(folder / "config.json")
+    whole_raw = read_json(folder / "config.json")
+    raw = whole_raw if model_impl == "transformers" else text_part(whole_raw)
     settings = generation_file(folder, generation_config)
     generation = read_json(settings) if settings.is_file() or settings.parent != folder else {}
     quantized = find_format(raw)
@@ -71,7 +74,11 @@ def open_checkpoint(
         eos_token_ids=eos_token_ids(raw, generation),
         dtype=str(stored).removeprefix("torch.") if stored else None,
     )
-    return ModelCheckpoint(folder, raw, family, config, quantized)
+    if task == "generate" and config.whole_prompts:
+        raise ModelLoadError(
+            f"tokens of the model {name} attend to both sides, so it cannot generate; use --task embed"
+        )
+    return ModelCheckpoint(folder, raw, family, config, quantized, raw is not whole_raw)
 
 
 def _pooling(folder: Path, raw: Json, task: str, family: Family | PaddedClass, config: ModelConfig) -> ModelConfig:

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 from workers.engine.checkpoint.dtypes import stored_dtype
 from workers.engine.checkpoint.model_checkpoint import ModelCheckpoint
 from workers.engine.checkpoint.quantized_checkpoint import plain_readers
 from workers.engine.checkpoint.quantized_matrix import Reader
 from workers.engine.checkpoint.tensor_files import tensor_readers
+from workers.engine.models.text_part import text_names
+
+logger = logging.getLogger(__name__)
 
 
 def weight_readers(checkpoint: ModelCheckpoint) -> dict[str, Reader]:
     """Return a reader for each tensor of the plain checkpoint, by name.
 
-    Quantized tensors are dequantized to the checkpoint's dtype.
+    Quantized tensors are dequantized to the checkpoint's dtype. Of a checkpoint that takes more
+    than text, these are the tensors of its text model.
     """
     readers = tensor_readers(checkpoint.folder)
+    if not checkpoint.text_only:
+        return _plain(checkpoint, readers)
+    names = text_names(readers)
+    others = len(readers) - len(names)
+    if others:
+        logger.info("%s takes text only: %d tensors of other parts are left unread", checkpoint.folder, others)
+    plain = _plain(checkpoint, {name: readers[name] for name in names})
+    return {own: plain[name] for name, own in text_names(plain).items()}
+
+
+def _plain(checkpoint: ModelCheckpoint, readers: Mapping[str, Reader]) -> dict[str, Reader]:
     if checkpoint.quantized is None:
-        return readers
+        return dict(readers)
     return plain_readers(readers, checkpoint.quantized, stored_dtype(checkpoint.config))

@@ -7,11 +7,12 @@ those defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.engine.layers.base import AttentionShape
+from workers.engine.layers.query_temperature import QueryTemperature
 from workers.engine.layers.rotary import RopeConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.pooling_config import PoolingConfig
@@ -19,7 +20,10 @@ from workers.engine.models.pooling_config import PoolingConfig
 Json = Mapping[str, Any]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Other names. A text's positions are equal in all coordinates of "mrope".
+_ROPE_ALIASES = {"mrope": "default", "su": "longrope"}
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class ModelConfig:
     # The rotations of its layers; None for layers without positions beside others that have them
     ropes: tuple[RopeConfig | None, ...] = ()
     rotations: tuple[int, ...] = ()  # by layer, the index in `ropes`; empty if all have the first
+    query_temperature: QueryTemperature | None = None
     embedding_factor: float = 1.0
     logit_factor: float = 1.0
     logit_cap: float | None = None  # cap * tanh(logit / cap)
@@ -123,6 +128,7 @@ def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
     """
     scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    kind = _ROPE_ALIASES.get(kind, kind)
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     if kind not in ROPE_TYPES:
         raise ModelLoadError(f"config.json asks for RoPE scaling {kind!r}; supported are {', '.join(ROPE_TYPES)}")
@@ -135,6 +141,30 @@ def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
         scaling.setdefault("original_max_position_embeddings", max_position_embeddings)
     _require_scaling(kind, scaling)
     return RopeConfig(theta, kind, scaling, max_position_embeddings, share)
+
+
+def ropes_by_kind(
+    raw: Json, max_position_embeddings: int, local_theta: float, global_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotations of layers with a window and of those without, in the form of
+    transformers 5 (`rope_parameters` by type of layer) or 4 (`rope_scaling` of those without).
+
+    The bases are defaults.
+    """
+    by_kind = raw.get("rope_parameters") or {}
+    scalings = (
+        {"rope_theta": local_theta, **(by_kind.get(SLIDING) or {})},
+        {"rope_theta": global_theta, **(raw.get("rope_scaling") or {}), **(by_kind.get(FULL) or {})},
+    )
+    first, second = (rope_config({**raw, "rope_scaling": each}, max_position_embeddings) for each in scalings)
+    return first, second
+
+
+def rotations_by_kind(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Return the rotations of layers from `layer_kinds`: the first for those with a window, the
+    second for the others.
+    """
+    return tuple(int(kind != SLIDING) for kind in kinds)
 
 
 def _require_scaling(kind: str, scaling: Json) -> None:
@@ -153,18 +183,50 @@ def layer_windows(raw: Json, num_layers: int, default_window: int | None) -> tup
     """Return sliding windows by layer, for families in which `use_sliding_window` enables them
     (Qwen2, Qwen3).
     """
-    window = raw.get("sliding_window", default_window) if raw.get("use_sliding_window", False) else None
+    window = sliding_window(raw, default_window) if raw.get("use_sliding_window", False) else None
     if window is None:
         return (None,) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = int(raw.get("max_window_layers", 28))
-        return tuple(int(window) if layer >= first else None for layer in range(num_layers))
-    if len(kinds) != num_layers:
-        raise ModelLoadError(
-            f"config.json names layer_types for {len(kinds)} layers, but num_hidden_layers is {num_layers}"
-        )
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    first = int(raw.get("max_window_layers", 28))
+    default = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return windows_by_kind(layer_kinds(raw, default), window)
+
+
+def sliding_window(raw: Json, default: int | None = None) -> int | None:
+    """Return the tokens that layers with a window see, their own included; None for all.
+
+    Raises ModelLoadError.
+    """
+    if raw.get("sliding_window", default) is None:
+        return None
+    return require(raw, "sliding_window", default)
+
+
+def layer_kinds(raw: Json, default: Sequence[str], known: Sequence[str] = (SLIDING, FULL)) -> Sequence[str]:
+    """Return `layer_types`, one of `known` for each layer.
+
+    Raises ModelLoadError.
+    """
+    kinds, count = raw.get("layer_types") or default, require(raw, "num_hidden_layers")
+    if len(kinds) != count:
+        raise ModelLoadError(f"config.json names layer_types for {len(kinds)} layers, but num_hidden_layers is {count}")
+    for kind in kinds:
+        if kind not in known:
+            raise ModelLoadError(
+                f"config.json has a layer of type {kind!r}, and the engine's own code for {raw['architectures'][0]} has"
+                f" {' and '.join(known)}; with model_impl transformers, transformers' class runs where it can"
+            )
+    return kinds
+
+
+def repeated_kinds(raw: Json, pattern: int) -> Sequence[str]:
+    """Return `layer_types`; by default every `pattern`-th layer has no window."""
+    count = require(raw, "num_hidden_layers")
+    return layer_kinds(raw, [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(count)])
+
+
+def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Return the windows of layers from `layer_kinds`."""
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from workers.engine.layers.base import (
@@ -13,12 +14,15 @@ from workers.engine.layers.base import (
     AttentionPattern,
     AttentionShape,
     DecoderLayer,
+    HeadNorm,
     MlpPart,
     Norm,
+    RowNorm,
 )
 from workers.engine.layers.heads import HeadRows, rotary_order, separate
 from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel
-from workers.engine.layers.norm import LayerNorm, RMSNorm
+from workers.engine.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm, RowRMSNorm
+from workers.engine.layers.parallel import Shard
 from workers.engine.layers.rotary import NoRotation, Rotary
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
@@ -55,6 +59,18 @@ class TensorNames:
     mlp_result_norm: str | None = None
 
 
+RESULT_NORMS = TensorNames(
+    attention_norm=None,
+    mlp_norm=None,
+    attention_result_norm="post_attention_layernorm",
+    mlp_result_norm="post_feedforward_layernorm",
+)
+"""Norms of what a layer's parts add, and none of their inputs."""
+
+SANDWICH_NORMS = replace(RESULT_NORMS, attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm")
+"""Norms of both."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderVariant:
     """The words in which families differ."""
@@ -65,6 +81,9 @@ class DecoderVariant:
     mlp_bias: bool = False
     head_bias: bool = False  # of the output projection
     head_norm: bool = False  # a norm over each query and key head before rotation
+    own_head_norms: bool = False  # a layer norm of each such head by its own weight
+    row_norm: bool = False  # a norm over all query heads together, and over all key heads
+    norm_offset: float = 0.0  # of RMS norms; see `RMSNorm`
     layer_norm: bool = False  # layer norms in place of RMS norms
     norm_bias: bool = True  # of layer norms
     gated: bool = True  # whether MLPs have gates
@@ -72,6 +91,7 @@ class DecoderVariant:
     factor: float = 1.0  # of what a part adds
     interleaved: bool = False  # see `rotary_order`
     places: HeadPlaces = separate
+    rounded_factor: bool = False  # whether the embedding factor is rounded to the model's dtype
 
 
 class RotaryDecoder(DecoderModel):
@@ -83,14 +103,18 @@ class RotaryDecoder(DecoderModel):
         self.embedding, self.lm_head = load_tables(
             weights, config, f"{names.embedding}.weight", names.head, variant.head_bias
         )
+        factor = config.embedding_factor
+        self._factor = float(torch.tensor(factor, dtype=weights.dtype)) if variant.rounded_factor else factor
         self.rotations = [_rotation(config, index, weights, max_model_len) for index in range(len(config.ropes))]
         layers = [_LayerLoader(config, variant, weights, index).load() for index in range(len(config.layers))]
         self.stack = weights.ops.stack(layers, _load_norm(config, variant, weights, names.norm))
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        hidden, factor = self.embedding.rows(input_ids), self.config.embedding_factor
-        if factor != 1.0:
-            hidden.mul_(factor)
+        hidden = self.embedding.rows(input_ids)
+        if self._factor != 1.0:
+            hidden.mul_(self._factor)
+        if self.config.query_temperature is not None:
+            attend = self.config.query_temperature.applied(positions, self.config.layers[0].heads, attend)
         return self.stack(hidden, [rotation.cos_sin(positions, lengths) for rotation in self.rotations], attend)
 
 
@@ -106,7 +130,7 @@ def _rotation(config: ModelConfig, index: int, weights: Weights, max_model_len: 
 def _load_norm(config: ModelConfig, variant: DecoderVariant, weights: Weights, name: str) -> Norm:
     if variant.layer_norm:
         return LayerNorm(weights, name, config.hidden_size, config.norm_eps, variant.norm_bias)
-    return RMSNorm(weights, name, config.hidden_size, config.norm_eps)
+    return RMSNorm(weights, name, config.hidden_size, config.norm_eps, variant.norm_offset)
 
 
 class _LayerLoader:
@@ -147,9 +171,10 @@ class _LayerLoader:
             load_row_parallel(
                 weights, f"{self._name}.{names.output}", parallel.shard(shape.queries), hidden, variant.output_bias
             ),
-            self._head_norm(names.query_norm),
-            self._head_norm(names.key_norm),
+            self._head_norm(names.query_norm, parallel.shard(shape.heads)),
+            self._head_norm(names.key_norm, parallel.shard(shape.kv_heads, shape.kv_copies)),
             self._config.rotation(self._index),
+            row_norm=self._row_norm(),
         )
 
     def _order(self) -> Tensor | None:
@@ -158,10 +183,20 @@ class _LayerLoader:
             return None
         return rotary_order(self._shape.head_dim, rope.rotated(self._shape.head_dim), self._variant.interleaved)
 
-    def _head_norm(self, name: str) -> Norm | None:
-        if not self._variant.head_norm:
+    def _head_norm(self, name: str, heads: Shard) -> HeadNorm | None:
+        variant, weights, eps = self._variant, self._weights, self._config.norm_eps
+        name, size = f"{self._name}.{name}", self._shape.head_dim
+        if variant.own_head_norms:
+            return HeadLayerNorm(weights, [name], heads, size, eps, self._order())
+        return RMSNorm(weights, name, size, eps, variant.norm_offset) if variant.head_norm else None
+
+    def _row_norm(self) -> RowNorm | None:
+        if not self._variant.row_norm:
             return None
-        return RMSNorm(self._weights, f"{self._name}.{name}", self._shape.head_dim, self._config.norm_eps)
+        names, parallel, shape = self._variant.names, self._weights.parallel, self._shape
+        rows = parallel.shard(shape.queries), parallel.shard(shape.keys, shape.kv_copies)
+        tensors = [f"{self._name}.{name}" for name in (names.query_norm, names.key_norm)]
+        return RowRMSNorm(self._weights, tensors, rows, self._config.norm_eps, shape.kv_copies)
 
     def _mlp(self) -> MlpPart:
         config, variant, weights, names = self._config, self._variant, self._weights, self._variant.names

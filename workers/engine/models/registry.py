@@ -8,7 +8,27 @@ from dataclasses import dataclass
 from workers.engine.layers.base import Projection
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import bert, distilbert, gpt2, llama, mistral, modernbert, mpnet, qwen2, qwen3, roberta
+from workers.engine.models import (
+    bert,
+    cohere,
+    distilbert,
+    exaone4,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    modernbert,
+    mpnet,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+    roberta,
+    smollm3,
+    starcoder2,
+)
 from workers.engine.models.base import DecoderModel, EncoderModel
 from workers.engine.models.classifier import first_token, score_head
 from workers.engine.models.config import Json, ModelConfig
@@ -29,11 +49,24 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "CohereForCausalLM": Family(cohere.config, cohere.build, RotaryDecoder.prefix),
+    "Cohere2ForCausalLM": Family(cohere.cohere2_config, cohere.build, RotaryDecoder.prefix),
+    "Exaone4ForCausalLM": Family(exaone4.config, exaone4.build, RotaryDecoder.prefix),
+    "GemmaForCausalLM": Family(gemma.config, gemma.build, RotaryDecoder.prefix),
+    "Gemma2ForCausalLM": Family(gemma2.config, gemma2.build, RotaryDecoder.prefix),
+    "Gemma3ForCausalLM": Family(gemma3.config, gemma3.build, RotaryDecoder.prefix),
     "GPT2LMHeadModel": Family(gpt2.config, gpt2.build, gpt2.GPT2.prefix, transposed=True),
     "LlamaForCausalLM": Family(llama.config, llama.build, RotaryDecoder.prefix),
+    "MinistralForCausalLM": Family(mistral.ministral_config, mistral.build, RotaryDecoder.prefix),
+    "Ministral3ForCausalLM": Family(mistral.ministral3_config, mistral.build, RotaryDecoder.prefix),
     "MistralForCausalLM": Family(mistral.config, mistral.build, RotaryDecoder.prefix),
+    "Olmo2ForCausalLM": Family(olmo.olmo2_config, olmo.build, RotaryDecoder.prefix),
+    "Olmo3ForCausalLM": Family(olmo.olmo3_config, olmo.build, RotaryDecoder.prefix),
+    "Phi3ForCausalLM": Family(phi3.config, phi3.build, RotaryDecoder.prefix),
     "Qwen2ForCausalLM": Family(qwen2.config, qwen2.build, RotaryDecoder.prefix),
     "Qwen3ForCausalLM": Family(qwen3.config, qwen3.build, RotaryDecoder.prefix),
+    "SmolLM3ForCausalLM": Family(smollm3.config, smollm3.build, RotaryDecoder.prefix),
+    "Starcoder2ForCausalLM": Family(starcoder2.config, starcoder2.build, RotaryDecoder.prefix),
 }
 
 ENCODERS: dict[str, Family] = {
@@ -94,8 +127,9 @@ def pooling_code() -> list[str]:
 
 
 def _stem(name: str) -> str:
-    """Return an architecture's name without its head."""
-    return next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
+    """Return an architecture's name without its head, and without the mark of a text model."""
+    stem = next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
+    return stem.removesuffix("Text")
 
 
 def find_family(raw: Json, model_impl: str) -> Family | None:

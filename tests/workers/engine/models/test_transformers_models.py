@@ -32,7 +32,7 @@ from workers.engine.models.transformers_model import TransformersClass, Transfor
 from workers.engine.models.transformers_parity import check_parity, replays
 
 CPU = torch.device("cpu")
-NAMES = [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.proof) for name in OTHERS]
+NAMES = [pytest.param(name, marks=() if name == "cwm" else pytest.mark.proof) for name in OTHERS]
 # Whose context ends where its rotation begins to grow
 BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]
 _SHAPE: dict[str, Any] = OTHERS["olmoe"].settings
@@ -73,9 +73,9 @@ def test_same_tokens_as_generate(name: str, depth: int, budget: int, place: Plac
 
 @pytest.mark.parametrize("place", [interpreted])
 def test_same_tokens_by_the_kernels(place: Place) -> None:
-    expected = reference("gemma3")
+    expected = reference("cwm")
     sampling = SamplingParams(max_tokens=2, temperature=0.0)
-    core = driving.make_core("gemma3", place=place, depth=1, max_num_seqs=4, max_num_batched_tokens=24)
+    core = driving.make_core("cwm", place=place, depth=1, max_num_seqs=4, max_num_batched_tokens=24)
     run = driving.run(core, [EngineRequest(i, expected.prompts[i], [], sampling) for i in (2, 5)])
     assert [answer.tokens for answer in run.answers.values()] == [expected.tokens[i][:2] for i in (2, 5)]
 
@@ -83,9 +83,9 @@ def test_same_tokens_by_the_kernels(place: Place) -> None:
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.proof
 def test_preempted_requests_say_the_same() -> None:
-    expected = reference("gemma3")
-    core = driving.make_core("gemma3", num_blocks=20, depth=1, max_num_seqs=8, max_model_len=224)
-    run = driving.run(core, requests("gemma3"))
+    expected = reference("cwm")
+    core = driving.make_core("cwm", num_blocks=20, depth=1, max_num_seqs=8, max_model_len=224)
+    run = driving.run(core, requests("cwm"))
     assert [answer.tokens for answer in run.answers.values()] == expected.tokens
     assert run.preemptions > 0
 
@@ -103,8 +103,8 @@ def test_an_architecture_with_code_of_our_own_runs_by_transformers_where_asked(n
 
 
 def test_what_the_class_says_of_itself() -> None:
-    config = open_checkpoint(str(folder("gemma3"))).config
-    assert [(each.heads, each.kv_heads, each.head_dim, each.scale) for each in config.layers] == [(4, 2, 32, 0.25)] * 3
+    config = open_checkpoint(str(folder("cwm"))).config
+    assert [(each.heads, each.kv_heads, each.head_dim, each.scale) for each in config.layers] == [(4, 2, 16, 0.25)] * 3
     assert windows_of(config) == [24, None, 24]
     assert (config.vocab_size, config.max_model_len) == (160, 256)
     assert [each.scale for each in open_checkpoint(str(folder("granite"))).config.layers] == [0.1] * 3
@@ -151,9 +151,9 @@ def saved(tmp_path: Path, config_class: str, **settings: Any) -> Path:
     ("config_class", "settings", "why"),
     [
         (
-            "Gemma2Config",
+            "VaultGemmaConfig",
             {},
-            "Gemma2ForCausalLM cannot run on this engine: layer 0 asks for a soft cap on attention scores",
+            "VaultGemmaForCausalLM cannot run on this engine: layer 0 asks for a soft cap on attention scores",
         ),
         (
             "GptOssConfig",

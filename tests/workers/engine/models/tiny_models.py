@@ -72,6 +72,52 @@ class TinyModel:
 
 
 MODELS = {
+    "cohere": TinyModel(1, 0.3, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere-biased": TinyModel(
+        1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
+    ),
+    "cohere2": TinyModel(
+        1,
+        0.22,
+        "Cohere2Config",
+        _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "tie_word_embeddings": False},
+    ),
+    "exaone4": TinyModel(
+        1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
+    ),
+    "exaone4-full": TinyModel(1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": None}),
+    "gemma": TinyModel(1, 0.22, "GemmaConfig", _SHAPE | {"head_dim": 32, "tie_word_embeddings": False}),
+    "gemma2": TinyModel(
+        1,
+        0.22,
+        "Gemma2Config",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": TinyModel(
+        1,
+        0.22,
+        "Gemma3TextConfig",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
     "gpt2-by-layer": TinyModel(
         2,
@@ -83,12 +129,95 @@ MODELS = {
     "llama-biased": TinyModel(
         22, 0.3, "LlamaConfig", _SHAPE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     ),
+    "ministral": TinyModel(
+        2,
+        0.22,
+        "MinistralConfig",
+        _SHAPE
+        | {
+            "sliding_window": 24,
+            "head_dim": 32,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": TinyModel(
+        1,
+        0.22,
+        "Ministral3Config",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
+    "olmo2": TinyModel(1, 0.22, "Olmo2Config", _SHAPE),
+    "olmo3": TinyModel(
+        1,
+        0.22,
+        "Olmo3Config",
+        _SHAPE
+        | {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        },
+    ),
+    "phi3": TinyModel(
+        3,
+        0.22,
+        "Phi3Config",
+        _SHAPE | {"sliding_window": 24, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "phi3-longrope": TinyModel(
+        1,
+        0.22,
+        "Phi3Config",
+        _SHAPE
+        | {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 224,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.25, 1.5, 2.0],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+            },
+        },
+    ),
     "qwen2": TinyModel(12, 0.3, "Qwen2Config", _SHAPE | {"tie_word_embeddings": True}),
     "qwen2-window": TinyModel(
         7, 0.22, "Qwen2Config", _SHAPE | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
     ),
     "qwen3": TinyModel(4, 0.22, "Qwen3Config", _SHAPE | {"head_dim": 32}),
+    "smollm3": TinyModel(
+        7,
+        0.22,
+        "SmolLM3Config",
+        _SHAPE | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24},
+    ),
+    "starcoder2": TinyModel(1, 0.4, "Starcoder2Config", _SHAPE | {"sliding_window": 24}),
+    "starcoder2-unbiased": TinyModel(
+        2, 0.3, "Starcoder2Config", _SHAPE | {"use_bias": False, "tie_word_embeddings": False}
+    ),
     "rope-linear": TinyModel(
         3, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
     ),
@@ -139,17 +268,15 @@ EACH_MODEL = [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.p
 
 
 OTHERS = {
-    "gemma3": TinyModel(
+    "cwm": TinyModel(
         1,
         0.22,
-        "Gemma3TextConfig",
+        "CwmConfig",
         _SHAPE
         | {
-            "head_dim": 32,
-            "query_pre_attn_scalar": 16,
+            "head_dim": 16,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "tie_word_embeddings": False,
         },
     ),
     "gpt-neox": TinyModel(
@@ -161,7 +288,6 @@ OTHERS = {
     "opt": TinyModel(
         1, 0.3, "OPTConfig", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 48, "tie_word_embeddings": False}
     ),
-    "phi3": TinyModel(1, 0.22, "Phi3Config", _SHAPE),
 }
 """Those that run by transformers' classes."""
 
