@@ -122,7 +122,9 @@ class TritonAttention:
             pieces.partials,
             pieces.partial_sums,
             None if bias is None else bias.contiguous(),
+            sinks,
             shape.scale * kernels.LOG2_E.value,
+            None if shape.soft_cap is None else shape.soft_cap / shape.scale,
             s.num_blocks,
             q.stride(0),
             metadata.block_tables.stride(0),
@@ -150,6 +152,7 @@ class TritonAttention:
                 out,
                 pieces.partials,
                 pieces.partial_sums,
+                sinks,
                 KV_HEADS=s.kv_heads,
                 GROUP=self._group,
                 HEAD_DIM=s.head_dim,
@@ -212,6 +215,7 @@ def _reaches(pattern: AttentionPattern) -> dict[str, int]:
     return {
         "BEFORE": -1 if pattern.before is None else pattern.before,
         "AFTER": -1 if pattern.after is None else pattern.after,
+        "CHUNK": pattern.chunk or 0,
     }
 
 
