@@ -67,7 +67,7 @@ class StepAttention:
     # states of other tokens may be undefined.
     needed: Tensor | None = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         self.check_interruption()
         its, shape = self.layers[layer], self.layers[layer].shape
         metadata = self.metadata[its.table]

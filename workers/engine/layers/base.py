@@ -76,6 +76,8 @@ class AttentionShape:
     scale: float  # factor of query-key products
     pattern: AttentionPattern = AttentionPattern()
     kv_copies: int = 1  # ranks that have the same key-value heads
+    # The earlier layer whose keys and values it reads, which it neither computes nor stores
+    reads: int | None = None
 
     @property
     def queries(self) -> int:
@@ -103,8 +105,9 @@ class RotaryHeads:
 class AttentionContext(Protocol):
     """Attention of one step for the layers; it hides the paged cache and the step's rows."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v to the cache and compute attention.
+    def __call__(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """Write k and v to the cache and compute attention; both are None for a layer that reads
+        another's.
 
         q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d].
         """
@@ -112,7 +115,7 @@ class AttentionContext(Protocol):
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
         """Compute the same from qkv [T, heads + 2 * kv_heads, d], whose queries and keys are not
-        yet normed and rotated.
+        yet normed and rotated; from queries [T, heads, d] alone for a layer that reads another's.
         """
         ...
 

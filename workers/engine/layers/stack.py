@@ -56,12 +56,14 @@ def _attend(
     index: int, part: AttentionPart, x: Tensor, rotations: Sequence[Rotation], attend: AttentionContext
 ) -> Tensor:
     shape = part.shape
-    heads = part.qkv(x).view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+    stored = shape.kv_heads if shape.reads is None else 0
+    heads = part.qkv(x).view(-1, shape.heads + 2 * stored, shape.head_dim)
     if rotations:
         rotary = RotaryHeads(*rotations[part.rotation], part.query_norm, part.key_norm)
         attended = attend.rotary(index, heads, rotary)
     else:
-        attended = attend(index, *heads.tensor_split([shape.heads, shape.heads + shape.kv_heads], 1))
+        q, k, v = heads.tensor_split([shape.heads, shape.heads + stored], 1)
+        attended = attend(index, q, k if stored else None, v if stored else None)
     return part.output(attended.flatten(1))
 
 

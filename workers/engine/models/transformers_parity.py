@@ -169,7 +169,7 @@ def replays(model: TransformersModel, record: Callable[[Work], Work]) -> bool:
 class _NoAttention:
     """An attention that returns each token's queries."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return q
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:

@@ -49,6 +49,7 @@ struct attention_step {
        behind, a panel further than any row is long; NULL for nothing */
     const float *bias;
     ptrdiff_t bias_stride; /* from head to head */
+    ptrdiff_t block_stride; /* words of the cache from block to block, at least a block's own */
 };
 
 #define LOG2_E 1.44269504f
@@ -57,7 +58,7 @@ typedef struct {
     const attention_step *step;
     const head_rotation *rotation; /* NULL for none */
     uint32_t *cache;
-    const void *q, *k, *v, *query_norm, *key_norm;
+    const void *q, *k, *v, *query_norm, *key_norm; /* k and v NULL: nothing is written */
     void *out;
     float eps, scale;
 } attention_layer;
@@ -162,7 +163,7 @@ ALWAYS_INLINE ptrdiff_t block_words(const attention_step *step, int mode) {
 
 ALWAYS_INLINE uint32_t *panel_at(const attention_step *step, uint32_t *cache, ptrdiff_t block, ptrdiff_t head,
                                  ptrdiff_t offset, int mode) {
-    return cache + (block * step->kv_heads + head) * block_words(step, mode)
+    return cache + block * step->block_stride + head * block_words(step, mode)
         + offset / PANEL * panel_words(step->head_dim, mode);
 }
 

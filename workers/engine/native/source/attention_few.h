@@ -162,11 +162,11 @@ ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, con
     for (ptrdiff_t first = 0; first < t->count; first += ROWS) {
         ptrdiff_t rows = at_most(ROWS, t->count - first);
         gatherer *add = gatherers[mode][rows - 1][see(step, t, plan, first, rows, at, &m)];
-        m.panel = find_panel(layer, t->row, t->head, at, m.count, work->panels, mode);
+        m.panel = find_panel(layer, t, t->head, at, m.count, work->panels, mode);
         for (ptrdiff_t head = 0, query = first; head < t->heads; head++, query += t->count) {
             if (head > 0)
                 m.panel = whole ? m.panel + beside
-                    : find_panel(layer, t->row, t->head + head, at, m.count, work->panels, mode);
+                    : find_panel(layer, t, t->head + head, at, m.count, work->panels, mode);
             m.queries = work->queries + query * query_words(step->head_dim, mode);
             m.sums = work->sums + query * size;
             m.total = work->total + query * LANES;

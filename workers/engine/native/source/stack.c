@@ -22,7 +22,7 @@ typedef struct {
     const void *query_norm, *key_norm; /* NULL for none */
     uint32_t *cache;
     float head_eps, scale;
-    int32_t step, rotation; /* which of the steps and rotations are its own: layers of one pattern share a step */
+    int32_t step, rotation; /* which are its own: layers of one pattern and block table share a step */
 } decoder_layer;
 
 typedef struct {
