@@ -1,9 +1,9 @@
 """Implement attention in plain torch: correct on every device, and fast enough for a CPU.
 
 The cache is [2, blocks, kv_heads, block_size, d]. Blocks are gathered head by head, so those of a
-group of rows directly form the batched matrix of the product. Decode rows are sorted by context length
-and processed in groups whose gathered keys fit the processor's cache; rows with several tokens are
-processed one by one. There is no loop over tokens.
+group of rows directly form the batched matrix of the product. Decode rows are sorted by context
+length and processed in groups whose gathered keys fit the processor's cache; rows with several
+tokens are processed one by one. There is no loop over tokens.
 
 A row reads only its own blocks. Values of an earlier owner after the row's last token are cleared
 when the row enters the block, since a mask does not exclude a NaN or infinity.
@@ -138,16 +138,16 @@ class TorchAttention:
         scale: float,
         pattern: AttentionPattern,
     ) -> Tensor:
-        turned = min(self._heads + self._shape.kv_heads, qkv.shape[1])
-        if rotary.query_norm is None or rotary.key_norm is None:
+        turned, query_norm, key_norm = self._heads + self._shape.kv_heads, rotary.query_norm, rotary.key_norm
+        if qkv.shape[1] == self._heads:
+            q = rotate(qkv if query_norm is None else query_norm(qkv), rotary.cos, rotary.sin)
+            return self.forward(q, None, None, layer_cache, metadata, scale, pattern)
+        if query_norm is None or key_norm is None:
             q, k = rotate(qkv[:, :turned], rotary.cos, rotary.sin).tensor_split([self._heads], 1)
         else:
-            q = rotate(rotary.query_norm(qkv[:, : self._heads]), rotary.cos, rotary.sin)
-            k = rotate(rotary.key_norm(qkv[:, self._heads : turned]), rotary.cos, rotary.sin)
-        stores = qkv.shape[1] > self._heads
-        return self.forward(
-            q, k if stores else None, qkv[:, turned:] if stores else None, layer_cache, metadata, scale, pattern
-        )
+            q = rotate(query_norm(qkv[:, : self._heads]), rotary.cos, rotary.sin)
+            k = rotate(key_norm(qkv[:, self._heads : turned]), rotary.cos, rotary.sin)
+        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, pattern)
 
     def _stale(self, metadata: AttentionMetadata) -> Slots | None:
         """Return the cache positions after the last token of each row that enters its last block in

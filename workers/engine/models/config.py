@@ -13,6 +13,7 @@ from typing import Any
 
 from workers.engine.layers.base import AttentionShape
 from workers.engine.layers.rotary import RopeConfig
+from workers.engine.messages.cache_groups import CacheRule, LayerCache
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.pooling_config import PoolingConfig
 
@@ -45,6 +46,14 @@ class ModelConfig:
         """Return whether a prompt must be computed in one step, without any cached part."""
         bidirectional = not all(layer.pattern.causal for layer in self.layers)
         return bidirectional or (self.pooling is not None and self.pooling.modes != ("last",))
+
+    def layer_caches(self, number_bytes: int) -> list[LayerCache | None]:
+        """Return what each layer keeps, in numbers of so many bytes; None if it reads another's.
+
+        A model that computes whole prompts in one step keeps nothing longer than that.
+        """
+        whole = self.whole_prompts
+        return [None if layer.reads is not None else _layer_cache(layer, number_bytes, whole) for layer in self.layers]
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -88,6 +97,11 @@ class ModelConfig:
         blocks.
         """
         return self.rope is None or not self.rope.depends_on_length or max_model_len <= self.rope.unscaled_length
+
+
+def _layer_cache(layer: AttentionShape, number_bytes: int, keeps_all: bool) -> LayerCache:
+    rule = CacheRule() if keeps_all else CacheRule(window=layer.pattern.window)
+    return LayerCache(rule, 2 * layer.keys * number_bytes, (layer.kv_heads, layer.head_dim))
 
 
 def shard_model(model: ModelConfig, size: int) -> ModelConfig:

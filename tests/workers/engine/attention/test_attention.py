@@ -36,6 +36,11 @@ class Contexts:
     def slots(self, row: int, first: int, last: int) -> list[int]:
         return [int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK for position in range(first, last)]
 
+    def left(self, row: int, start: int, window: int | None) -> list[int]:
+        """Return the null block, and those before the window of the token at `start`."""
+        number = 0 if window is None else max(0, start + 1 - window) // BLOCK
+        return [0, *map(int, self.tables[row, :number])]
+
     def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
         """For spans (row, first, last) of tokens computed together."""
         slots = [slot for span in spans for slot in self.slots(*span)]
@@ -92,6 +97,8 @@ def test_mixed_rows(
             q = torch.randn(sum(last - first for _, first, last in spans), 2 * per_kv, DIM).to(dtype)
             k = torch.cat([rows.keys[i][first:last] for i, first, last in spans])
             v = torch.cat([rows.values[i][first:last] for i, first, last in spans])
+            by_block = cache if backend == "cpu" else cache.transpose(0, 1)
+            by_block[[block for i, first, _ in spans for block in rows.left(i, first, window)]] = torch.nan
             out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, pattern)
         places = [(i, position) for i, first, last in spans for position in range(first, last)]
         expected = torch.stack(
