@@ -34,6 +34,7 @@ from workers.engine.checkpoint.quantized_matrix import (
     MatrixLayout,
     MatrixParts,
     QuantizedMatrix,
+    StoredNumbers,
     bits_as_stored,
     count_groups,
     groups_in_order,
@@ -175,7 +176,7 @@ def _read_numbers(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
         return read_scaled(parts, dtypes, "weight_scale", scheme.block)
     values = parts.read("weight", dtypes, (None, None))
     rows, columns = values.shape
-    matrix = _matrix(scheme, parts, values)
+    matrix = _matrix(scheme, parts, StoredNumbers.plain(values))
     if scheme.symmetric:
         return matrix
     zeros = parts.read("weight_zero_point", _ZERO_POINTS, *_shapes(scheme, rows, columns))
@@ -186,7 +187,8 @@ def _read_packed(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
     """Read a matrix of integers packed into words; each is stored plus half of the range."""
     rows, columns = _stored_shape(parts)
     packed = parts.read("weight_packed", WORDS, (rows, words(columns, scheme.bits)))
-    matrix = _matrix(scheme, parts, unpack(packed, scheme.bits)[:, :columns])
+    numbers = StoredNumbers((rows, columns), torch.uint8, lambda where: unpack(packed[where], scheme.bits)[:, :columns])
+    matrix = _matrix(scheme, parts, numbers)
     half = 1 << scheme.bits - 1
     if scheme.symmetric:
         return replace(matrix, zeros=torch.full((1, 1), float(half)).expand(matrix.scales.shape))
@@ -202,7 +204,7 @@ def _read_packed(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
     return replace(matrix, zeros=_by_row(zeros, rows) + half)
 
 
-def _matrix(scheme: _Scheme, parts: MatrixParts, values: Tensor) -> QuantizedMatrix:
+def _matrix(scheme: _Scheme, parts: MatrixParts, values: StoredNumbers) -> QuantizedMatrix:
     """Return a matrix with its scales and the groups of its columns."""
     rows, columns = values.shape
     size = scheme.group_size or columns

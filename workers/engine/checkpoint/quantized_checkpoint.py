@@ -22,7 +22,7 @@ from workers.engine.checkpoint.quantized_formats import (
     unreadable,
 )
 from workers.engine.checkpoint.quantized_matrix import MatrixLayout, MatrixParts, Reader
-from workers.engine.layers.quantized import QuantizedWeight
+from workers.engine.layers.quantized import QuantizedRows
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json
 
@@ -145,9 +145,9 @@ class _MatrixReader:
     def bits(self) -> int | None:
         return self.layout.bits
 
-    def quantized(self) -> QuantizedWeight | None:
+    def quantized(self) -> QuantizedRows | None:
         return None if self.bits is None else self.layout.read(self.parts).as_stored(self.dtype)
 
-    def float8(self) -> QuantizedWeight | None:
+    def float8(self) -> QuantizedRows | None:
         layout = self.layout
         return layout.read(self.parts).as_float8(self.dtype, layout.float8_inputs) if layout.float8 else None

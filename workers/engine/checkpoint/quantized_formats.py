@@ -17,6 +17,7 @@ from workers.engine.checkpoint.quantized_matrix import (
     MatrixLayout,
     MatrixParts,
     QuantizedMatrix,
+    StoredNumbers,
     bits_as_stored,
     count_groups,
     groups_in_order,
@@ -100,9 +101,8 @@ def _read_gptq(parts: MatrixParts, bits: int, group_size: int | None, offset: in
     # once: a zero point of 0 borrows from the next
     ones = sum(1 << shift for shift in range(0, 32, bits))
     zeros = (zeros.long() + offset * ones).to(torch.int32)
-    return QuantizedMatrix(
-        unpack(packed.t(), bits), _by_row(scales), _by_row(unpack(zeros, bits)), order if groups > 1 else None, bits
-    )
+    numbers = StoredNumbers((rows, columns), torch.uint8, lambda where: unpack(packed[:, where].t(), bits))
+    return QuantizedMatrix(numbers, _by_row(scales), _by_row(unpack(zeros, bits)), order if groups > 1 else None, bits)
 
 
 def _words_of_outputs(parts: MatrixParts, rows: int, bits: int) -> int:
@@ -142,12 +142,20 @@ class AwqFormat(CheckpointFormat):
         scales = parts.read("scales", SCALES, (groups, rows))
         zeros = parts.read("qzeros", WORDS, (groups, packed.shape[1]))
         return QuantizedMatrix(
-            _unpack_awq(packed),
+            StoredNumbers((rows, columns), torch.uint8, partial(_unpack_awq_rows, packed)),
             _by_row(scales),
             _unpack_awq(zeros).float(),
             groups_in_order(columns, size),
             _AWQ_BITS,
         )
+
+
+def _unpack_awq_rows(packed: Tensor, where: slice) -> Tensor:
+    """Unpack some of the rows n of words [a, n / 8]."""
+    per_word = len(_AWQ_ORDER)
+    first, end = where.start // per_word, -(-where.stop // per_word)
+    skipped = where.start - first * per_word
+    return _unpack_awq(packed[:, first:end])[skipped : skipped + where.stop - where.start]
 
 
 def _unpack_awq(packed: Tensor) -> Tensor:
@@ -189,11 +197,11 @@ def read_scaled(
     rows, columns = values.shape
     if block is None:
         scales = parts.read(scale, SCALES, (), (1,), (1, 1)).float().reshape(1, 1).expand(rows, 1)
-        return QuantizedMatrix(values, scales)
+        return QuantizedMatrix(StoredNumbers.plain(values), scales)
     height, width = block
     scales = parts.read(scale, SCALES, (count_groups(rows, height), count_groups(columns, width))).float()
     by_row = scales.repeat_interleave(height, dim=0)[:rows]
-    return QuantizedMatrix(values, by_row, groups=groups_in_order(columns, width))
+    return QuantizedMatrix(StoredNumbers.plain(values), by_row, groups=groups_in_order(columns, width))
 
 
 def unreadable(what: str) -> ModelLoadError:

@@ -72,15 +72,11 @@ def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[
     Every rank's part is padded to the same number of rows. Tied weights use rows of the embedding;
     a single rank shares the whole table.
     """
-    table = weights.take(embedding, (config.vocab_size, config.hidden_size))
-    own, most = weights.parallel.part(config.vocab_size), weights.parallel.part_size(config.vocab_size)
-    if config.tie_word_embeddings and own.length == config.vocab_size:
-        shared = weights.ops.table(table)
-        return shared, shared
-    head = (
-        table[own.where]
-        if config.tie_word_embeddings
-        else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
-    )
+    vocab, hidden = config.vocab_size, config.hidden_size
+    own, most = weights.parallel.part(vocab), weights.parallel.part_size(vocab)
+    table = weights.ops.table(weights.take_table(embedding, vocab, hidden))
+    if config.tie_word_embeddings and own.length == vocab:
+        return table, table
+    head = weights.take_table(embedding if config.tie_word_embeddings else "lm_head.weight", vocab, hidden, own)
     missing = most - own.length
-    return weights.ops.table(table), weights.ops.table(F.pad(head, (0, 0, 0, missing)) if missing else head)
+    return table, weights.ops.table(F.pad(head.plain(), (0, 0, 0, missing)) if missing else head)
