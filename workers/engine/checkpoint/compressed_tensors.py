@@ -75,15 +75,11 @@ class _Scheme:
             stays = stays and (self.bits == 4 or self.symmetric)
             bits = bits_as_stored(self.bits, self.group_size) if stays else None
             packed, read = numbers_in(1, self.bits), partial(_read_packed, self)
-            return MatrixLayout("weight_packed", required, packed, read, bits, scaled_rows=self._scaled_rows)
+            return MatrixLayout("weight_packed", required, packed, read, bits, group_size=self.group_size)
         required = ("weight", "weight_scale", *zeros, *order)
         bits = bits_as_stored(8, self.group_size) if stays and self.symmetric else None
-        read = partial(_read_numbers, self)
-        return MatrixLayout("weight", required, 1, read, bits, self.floats, self.float8_inputs, self._scaled_rows)
-
-    @property
-    def _scaled_rows(self) -> int | None:
-        return self.block[0] if self.block else None if self.strategy == "tensor" else 1
+        read, columns = partial(_read_numbers, self), self.block[1] if self.block else self.group_size
+        return MatrixLayout("weight", required, 1, read, bits, self.floats, self.float8_inputs, columns)
 
 
 class CompressedTensorsFormat(CheckpointFormat):
@@ -115,12 +111,22 @@ class CompressedTensorsFormat(CheckpointFormat):
             return None
         return self._scheme_of(module).layout()
 
-    def _scheme_of(self, module: str) -> _Scheme:
+    def parts_of(self, module: str) -> Collection[str]:
+        scheme = None if _match_any(self._ignore, module) else self._find_scheme(module)
+        return () if scheme is None else scheme.layout().required
+
+    def _find_scheme(self, module: str) -> _Scheme | None:
         """Return the scheme with the most specific target: a name, then a pattern, then a class."""
         for fits in (_is_name, _is_match, _is_class):
             for scheme in self._schemes:
                 if any(fits(target, module) for target in scheme.targets):
                     return scheme
+        return None
+
+    def _scheme_of(self, module: str) -> _Scheme:
+        scheme = self._find_scheme(module)
+        if scheme is not None:
+            return scheme
         raise ModelLoadError(
             f"the matrix {module!r} is quantized in the checkpoint, but matches no group of config.json's"
             " quantization_config"
@@ -201,7 +207,8 @@ def _read_packed(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
                 "weight_zero_point", f"has shape {list(zeros.shape)}, but its matrix implies {list(packed_shape)}"
             )
         return replace(matrix, zeros=unpack(zeros.t(), scheme.bits).t()[:rows].float())
-    return replace(matrix, zeros=_by_row(zeros, rows) + half)
+    by_row = _by_row(zeros, rows)
+    return replace(matrix, zeros=by_row if by_row.is_meta else by_row + half)
 
 
 def _matrix(scheme: _Scheme, parts: MatrixParts, values: StoredNumbers) -> QuantizedMatrix:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from workers.engine.checkpoint.dtypes import stored_dtype
 from workers.engine.checkpoint.folder import find_folder
 from workers.engine.checkpoint.model_code import code_for_generating, code_for_pooling
 from workers.engine.checkpoint.quantized_checkpoint import find_format
@@ -35,18 +38,28 @@ class ModelCheckpoint:
     family: Family | TransformersClass | PaddedClass
     config: ModelConfig
     quantized: CheckpointFormat | None = None
+    dummy: bool = False  # random weights take the place of its tensors
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return stored_dtype(self.config)
 
 
 def open_checkpoint(
-    name: str, model_impl: str = "auto", task: str = "auto", generation_config: str = OWN_GENERATION
+    name: str,
+    model_impl: str = "auto",
+    task: str = "auto",
+    generation_config: str = OWN_GENERATION,
+    load_format: str = "auto",
 ) -> ModelCheckpoint:
     """Find the folder, read its configuration and select the code that runs it for a task.
 
-    `generation_config` is the value of the flag.
+    `generation_config` and `load_format` are the values of the flags.
 
     Raises ModelLoadError.
     """
-    whole = find_folder(name)
+    dummy = load_format == "dummy"
+    whole = find_folder(name, with_weights=not dummy)
     folder = transformer_folder(whole)
     raw = read_json(folder / "config.json")
     settings = generation_file(folder, generation_config)
@@ -71,7 +84,12 @@ def open_checkpoint(
         eos_token_ids=eos_token_ids(raw, generation),
         dtype=str(stored).removeprefix("torch.") if stored else None,
     )
-    return ModelCheckpoint(folder, raw, family, config, quantized)
+    if dummy and not isinstance(family, Family):
+        raise ModelLoadError(
+            f"--load-format dummy needs code of the engine's own, and {config.architecture} runs by transformers'; use"
+            " auto"
+        )
+    return ModelCheckpoint(folder, raw, family, config, quantized, dummy)
 
 
 def _pooling(folder: Path, raw: Json, task: str, family: Family | PaddedClass, config: ModelConfig) -> ModelConfig:

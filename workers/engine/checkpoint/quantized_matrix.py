@@ -122,11 +122,11 @@ class QuantizedMatrix:
         if size is None or self.values.dtype not in (torch.int8, torch.uint8):
             return None
         if self.bits == 4 and self.values.dtype == torch.uint8:
-            if self.zeros is None or not self._are_zeros(self.zeros.to(torch.uint8).clamp_(max=15)):
+            if self.zeros is None or not (self.zeros.is_meta or _fit_4_bits(self.zeros)):
                 return None
             return self._rows(dtype, size, unpack, torch.uint8, zeros=self.zeros.to(torch.uint8))
         middle = 0 if self.values.dtype == torch.int8 else 128
-        if self.zeros is not None and not self._are_zeros(torch.full_like(self.zeros, middle)):
+        if self.zeros is not None and not (self.zeros.is_meta or bool((self.zeros == middle).all())):
             return None
         return self._rows(dtype, size, lambda where: (unpack(where) - middle).to(torch.int8), torch.int8)
 
@@ -148,11 +148,6 @@ class QuantizedMatrix:
     ) -> QuantizedRows:
         scales, no_values = self.scales.float().contiguous(), torch.empty((), dtype=stored).expand(self.values.shape)
         return QuantizedRows(QuantizedWeight(no_values, scales, dtype, group_size, zeros, float8_inputs), unpack)
-
-    def _are_zeros(self, expected: Tensor) -> bool:
-        """Return whether these are the zero points; assume so of a matrix without numbers."""
-        assert self.zeros is not None
-        return self.zeros.is_meta or bool((self.zeros == expected).all())
 
     def _group_size(self) -> int | None:
         """Return the number of columns that share a scale; None if groups are not in order."""
@@ -177,7 +172,7 @@ class MatrixLayout:
     bits: int | None = None  # of a number, if `QuantizedMatrix.as_stored` supports it
     float8: bool = False  # whether `QuantizedMatrix.as_float8` supports it
     float8_inputs: bool = False
-    scaled_rows: int | None = 1  # rows that share a stored scale; None: all
+    group_size: int | None = None  # columns that share a scale; None: all
 
 
 def bits_as_stored(bits: int, group_size: int | None) -> int | None:
@@ -190,6 +185,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
     Words hold unsigned numbers of 4 or 8 bits, the first in the lowest bits.
     """
+    if packed.is_meta:  # operations on bits would import torch's compiler there
+        return packed.new_empty((packed.shape[0], numbers_in(packed.shape[1], bits)), dtype=torch.uint8)
     # contiguous() would keep the strides of a single column; little-endian, as safetensors are
     octets = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
@@ -214,6 +211,10 @@ def groups_in_order(columns: int, size: int) -> Tensor | None:
 
 def count_groups(columns: int, size: int) -> int:
     return -(-columns // size)
+
+
+def _fit_4_bits(zeros: Tensor) -> bool:
+    return zeros.to(torch.uint8).clamp_(max=15).equal(zeros)
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:

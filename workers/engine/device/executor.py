@@ -54,7 +54,7 @@ class Executor:
             self._undo = undo.pop_all()
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
         self.weights_seconds = self._rank.weights_seconds
-        self.model_digest = digest_of(checkpoint.folder)
+        self.model_digest = digest_of(checkpoint.folder, checkpoint.dummy)
         self.cache_memory = self._cache_memory()
 
     @property

@@ -63,6 +63,7 @@ class Weights:
         self.parallel = parallel or Parallel()
         self._prefix = prefix if any(name.startswith(prefix) for name in readers) else ""
         self._taken: set[str] = set()
+        self.allocated = 0  # bytes of the tensors that are not matrices of layers
 
     def __contains__(self, name: str) -> bool:
         return self._resolve(name) in self._readers
@@ -72,11 +73,11 @@ class Weights:
 
         Raises ModelLoadError if it is absent or has another shape.
         """
-        return self._copy(self._open(name, shape))
+        return self._allocate(shape).copy_(self._open(name, shape))
 
     def take_rows(self, names: Sequence[str], rows: Sequence[Shard]) -> Tensor:
         """Return numbers of several tensors with one dimension, one after the other."""
-        target = torch.empty(sum(part.length for part in rows), dtype=self.dtype, device=self.device)
+        target = self._allocate((sum(part.length for part in rows),))
         for name, shard, part in zip(names, rows, torch.split(target, [shard.length for shard in rows]), strict=True):
             part.copy_(self._open(name, (shard.total,))[shard.where])
         return target
@@ -169,9 +170,13 @@ class Weights:
         _check_shape(resolved, matrix.form.shape, shape)
         return replace(matrix, form=replace(matrix.form, dtype=self.dtype))
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy, since a file replaced under a memory map would kill the process."""
-        return torch.empty(tensor.shape, dtype=self.dtype, device=self.device).copy_(tensor)
+    def _allocate(self, shape: Sequence[int]) -> Tensor:
+        """Return memory for a copy, since a file replaced under a memory map would kill the
+        process.
+        """
+        target = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+        self.allocated += target.nbytes
+        return target
 
     def _open(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return a tensor of the checkpoint, in a memory map of its file."""
@@ -189,6 +194,10 @@ class Weights:
             )
         self._taken.add(resolved)
         return tensor
+
+    def beside(self, readers: Callable[[], Mapping[str, Callable[[], Tensor]]]) -> Weights:
+        """Return the tensors of a module beside the model, in float32."""
+        return Weights(readers(), torch.float32, self.device)
 
     def unused(self) -> list[str]:
         """Return the names of tensors that no layer used."""

@@ -82,7 +82,7 @@ def populate(tensor: Tensor) -> bool:
 
 
 def release_freed() -> None:
-    """Return freed memory to the system; else the C library keeps the gaps between what is in use."""
+    """Return freed memory to the system; else the C library keeps gaps between blocks in use."""
     with contextlib.suppress(AttributeError):  # another library than glibc
         _libc().malloc_trim(0)
 
