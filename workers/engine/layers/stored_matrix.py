@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.layers.quantized import QuantizedWeight, Weight, have_one_kind, stack_rows
@@ -36,14 +37,24 @@ class StoredMatrix:
         assert isinstance(self.form, Tensor)
 
         def read(where: slice) -> Weight:
-            parts = [change(self.plain(part)) for part in slices(where, self.shape[1])]
-            return _joined(parts)
+            parts = list(slices(where, self.shape[1])) or [where]
+            return _joined([change(self.plain(part)) for part in parts])
 
         return StoredMatrix(without_numbers(change(self.form[:1]), self.shape), read)
 
-    def plain(self, where: slice | None = None) -> Tensor:
-        """Return some or all rows of a plain matrix."""
-        rows = self.read(where or slice(0, self.shape[0]))
+    def padded(self, missing: int) -> StoredMatrix:
+        """Return the plain matrix with `missing` rows of zeros at its end."""
+        rows, columns = self.shape
+
+        def read(where: slice) -> Weight:
+            found = self.plain(slice(min(where.start, rows), min(where.stop, rows)))
+            return F.pad(found, (0, 0, 0, where.stop - where.start - len(found)))
+
+        return StoredMatrix(without_numbers(self.form, (rows + missing, columns)), read, self.exact)
+
+    def plain(self, where: slice) -> Tensor:
+        """Return some rows of a plain matrix."""
+        rows = self.read(where)
         assert isinstance(rows, Tensor)
         return rows
 
@@ -91,7 +102,8 @@ def stack_stored(parts: Sequence[StoredMatrix]) -> StoredMatrix | None:
     lengths = [part.shape[0] for part in parts]
 
     def read(where: slice) -> Weight:
-        return _joined([parts[index].read(within) for index, within in parts_within(where, lengths)])
+        found = list(parts_within(where, lengths)) or [(0, slice(0, 0))]
+        return _joined([parts[index].read(within) for index, within in found])
 
     return StoredMatrix(without_numbers(kinds[0], (sum(lengths), parts[0].shape[1])), read)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.layers.base import AttentionContext, Table
@@ -79,4 +78,4 @@ def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[
         return table, table
     head = weights.take_table(embedding if config.tie_word_embeddings else "lm_head.weight", vocab, hidden, own)
     missing = most - own.length
-    return table, weights.ops.table(F.pad(head.plain(), (0, 0, 0, missing)) if missing else head)
+    return table, weights.ops.table(head.padded(missing) if missing else head)

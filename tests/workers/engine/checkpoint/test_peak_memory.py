@@ -125,4 +125,4 @@ def test_loading_holds_the_finished_weights_and_one_layer_more(
             peak = max(peak, own_memory(process.pid))
         assert process.stdout.read() == "loaded\n"
     print(f"{kind} {quantization}: {finished >> 20} MiB, {peak - before - finished >> 20} more at the peak")
-    assert finished <= peak - before <= finished + layer
+    assert 0.9 * finished < peak - before <= finished + layer

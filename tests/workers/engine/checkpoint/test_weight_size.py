@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.workers.engine.checkpoint.test_loading import edit
 from tests.workers.engine.models.tiny_models import folder
-from workers.engine.checkpoint.model_checkpoint import open_checkpoint
+from workers.engine.checkpoint.model_checkpoint import open_checkpoint, shard_checkpoint
 from workers.engine.checkpoint.weight_size import weight_bytes
 from workers.engine.device.executor import Executor
+from workers.engine.layers.parallel import Parallel
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
 
@@ -33,6 +34,22 @@ def test_weights_are_counted_in_the_dtype_that_they_run_with(tmp_path: Path) -> 
     assert weight_bytes(open_checkpoint(str(path)), torch.float32) == full
     norms = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
     assert weight_bytes(open_checkpoint(str(path)), torch.float32, widens=True) == (full - norms) // 2 + norms
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_parts_of_ranks_are_all_of_the_weights(load_format: str) -> None:
+    whole = open_checkpoint(str(folder("llama")), load_format=load_format)
+    shared = shard_checkpoint(whole, 4)
+    sizes = [weight_bytes(shared, torch.float32, parallel=Parallel(rank, 4)) for rank in range(4)]
+    assert sum(sizes) >= weight_bytes(whole, torch.float32)
+    assert max(sizes) < weight_bytes(whole, torch.float32)
+
+
+def test_shapes_are_compared_with_config_json_before_numbers_are_read(tmp_path: Path) -> None:
+    path = copy(tmp_path)
+    edit(path / "config.json", intermediate_size=100)
+    with pytest.raises(ModelLoadError, match=r"gate_proj\.weight' has shape \[96, 64\], but config\.json implies"):
+        weight_bytes(open_checkpoint(str(path)), torch.float32)
 
 
 def test_weights_that_memory_cannot_hold_are_refused_by_their_headers(tmp_path: Path) -> None:
