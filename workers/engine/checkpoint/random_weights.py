@@ -12,13 +12,15 @@ from torch import Tensor
 from workers.engine.checkpoint.quantized_formats import CheckpointFormat
 from workers.engine.checkpoint.quantized_matrix import MatrixLayout, Reader
 from workers.engine.layers.base import Ops
-from workers.engine.layers.parallel import Parallel
+from workers.engine.layers.parallel import Parallel, Shard
 from workers.engine.layers.quantized import QuantizedRows, QuantizedWeight
+from workers.engine.layers.stored_matrix import StoredMatrix
 from workers.engine.layers.weights import Weights
 
 _SEED = 0
 _WINDOWS = 1 << 20  # where the rows of a matrix begin
 _LARGEST = {torch.uint8: 7, torch.int8: 127, torch.float8_e4m3fn: 1}
+_TABLE_SCALE = 0.25
 _MIDDLE = 8  # of numbers of 4 bits
 
 
@@ -46,6 +48,16 @@ class RandomWeights(Weights):
 
     def beside(self, readers: Callable[[], Mapping[str, Reader]]) -> Weights:
         return RandomWeights(None, torch.float32, torch.float32, self.device, "", None, None)
+
+    def take_table(self, name: str, rows: int, columns: int, part: Shard | None = None) -> StoredMatrix:
+        """Return a matrix of smaller numbers.
+
+        With others, a tied output projection repeats the last token: its embedding is in the hidden
+        state.
+        """
+        largest = _TABLE_SCALE * math.sqrt(3 / columns)
+        table = self._windows(name, (rows, columns), self._stored_dtype, largest)
+        return self._plain([table if part is None else table[part.where]])
 
     def _open(self, name: str, shape: Sequence[int]) -> Tensor:
         if len(shape) == 1:

@@ -67,7 +67,7 @@ def test_greedy_answers_vary_and_are_the_same_again(name: str, tmp_path: Path) -
     first = answers(model)
     assert first == answers(model)
     assert len(set(map(tuple, first))) == 4
-    assert all(len(set(tokens)) > 3 for tokens in first)
+    assert len(set().union(*first)) > 10
 
 
 def test_ranks_have_parts_of_the_same_numbers() -> None:
