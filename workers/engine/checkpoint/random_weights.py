@@ -27,9 +27,10 @@ _MIDDLE = 8  # of numbers of 4 bits
 class RandomWeights(Weights):
     """Provides every tensor that a model asks for, the same numbers in each process.
 
-    Matrices are uniform with the variance 1 / columns, so that hidden states keep their size;
-    norms are 1, other tensors of one dimension 0. A matrix that `quantized` stores in few bits is
-    so here, if products with it need no dequantization. Others are exact in `stored`.
+    Matrices are uniform with the variance 1 / n for their shorter side n, so that hidden states
+    keep about their size; norms are 1, other tensors of one dimension 0. A matrix that `quantized`
+    stores in few bits is so here, if products with it need no dequantization. Others are exact in
+    `stored`.
     """
 
     def __init__(
@@ -49,22 +50,28 @@ class RandomWeights(Weights):
     def beside(self, readers: Callable[[], Mapping[str, Reader]]) -> Weights:
         return RandomWeights(None, torch.float32, torch.float32, self.device, "", None, None)
 
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        stored = self._open(name, shape) if len(shape) == 1 else self._table(name, *shape)
+        return self._allocate(shape).copy_(stored)
+
     def take_table(self, name: str, rows: int, columns: int, part: Shard | None = None) -> StoredMatrix:
+        table = self._table(name, rows, columns)
+        return self._plain([table if part is None else table[part.where]])
+
+    def _table(self, name: str, rows: int, columns: int) -> Tensor:
         """Return a matrix of smaller numbers.
 
         With others, a tied output projection repeats the last token: its embedding is in the hidden
         state.
         """
-        largest = _TABLE_SCALE * math.sqrt(3 / columns)
-        table = self._windows(name, (rows, columns), self._stored_dtype, largest)
-        return self._plain([table if part is None else table[part.where]])
+        return self._windows(name, (rows, columns), self._stored_dtype, _TABLE_SCALE * _largest(rows, columns))
 
     def _open(self, name: str, shape: Sequence[int]) -> Tensor:
         if len(shape) == 1:
             value = 1.0 if name.endswith(".weight") else 0.0
             return torch.full(tuple(shape), value, dtype=self._stored_dtype, device=self.device)
         rows, columns = shape
-        return self._windows(name, (rows, columns), self._stored_dtype, math.sqrt(3 / columns))
+        return self._windows(name, (rows, columns), self._stored_dtype, _largest(rows, columns))
 
     def _quantized(self, name: str, shape: Sequence[int]) -> QuantizedRows | None:
         module = self._resolve(name).removesuffix(".weight")
@@ -77,7 +84,7 @@ class RandomWeights(Weights):
         numbers = self._windows(name, (rows, columns), stored, _LARGEST[stored])
         size = min(layout.group_size or columns, columns)
         groups = -(-columns // size)
-        scale = math.sqrt(3 / columns) / _LARGEST[stored]
+        scale = _largest(rows, columns) / _LARGEST[stored]
         form = QuantizedWeight(
             torch.empty((), dtype=stored, device=self.device).expand(rows, columns),
             torch.full((rows, groups), scale, device=self.device),
@@ -109,6 +116,10 @@ class RandomWeights(Weights):
         if layout.bits is not None and self.ops.multiplies(layout.bits, self.dtype):
             return torch.uint8 if layout.bits == 4 else torch.int8
         return torch.float8_e4m3fn if layout.float8 and self.ops.multiplies_float8(self.device) else None
+
+
+def _largest(rows: int, columns: int) -> float:
+    return math.sqrt(3 / min(rows, columns))
 
 
 def _new_pool(length: int, dtype: torch.dtype, largest: float, device: torch.device) -> Tensor:
