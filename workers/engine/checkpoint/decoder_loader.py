@@ -9,8 +9,8 @@ import logging
 
 import torch
 
+from workers.engine.checkpoint.model_build import build_model, open_weights
 from workers.engine.checkpoint.model_checkpoint import ModelCheckpoint
-from workers.engine.checkpoint.readers import weight_readers
 from workers.engine.checkpoint.tensor_files import weight_files
 from workers.engine.layers.base import Ops
 from workers.engine.layers.parallel import Parallel
@@ -47,8 +47,8 @@ def load_weights(
         assert isinstance(checkpoint.family, TransformersClass)
         length = max_model_len or config.max_model_len
         return load_checked(checkpoint.family, checkpoint.folder, config, Weights({}, dtype, device, ops=ops), length)
-    weights = Weights(weight_readers(checkpoint), dtype, device, checkpoint.family.prefix, ops, parallel)
-    model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
+    weights = open_weights(checkpoint, dtype, device, ops, parallel)
+    model = build_model(checkpoint, weights, max_model_len or config.max_model_len)
     assert isinstance(model, DecoderModel)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
     unused = [name for name in weights.unused() if not name.endswith(derived)]

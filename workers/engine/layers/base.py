@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.layers.quantized import Weight
+from workers.engine.layers.stored_matrix import StoredMatrix
 
 Projection = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out]."""
@@ -223,14 +224,14 @@ class Ops(Protocol):
     rounded to their dtype before the norm.
     """
 
-    def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
+    def linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str | None = None) -> Projection:
         """Return x -> activation(x weight.T + bias) for weight [out, in].
 
         Raises ModelLoadError like `activation`.
         """
         ...
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
+    def gated_linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str) -> Projection:
         """Return x -> activation(gate) * up, where x weight.T + bias [..., 2 * width] has the gates
         first.
 
@@ -238,7 +239,7 @@ class Ops(Protocol):
         """
         ...
 
-    def table(self, weight: Weight) -> Table: ...
+    def table(self, weight: Weight | StoredMatrix) -> Table: ...
 
     def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
         """Return whether products with a QuantizedWeight of this many bits need no dequantization,

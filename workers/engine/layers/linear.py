@@ -11,7 +11,7 @@ from torch import Tensor
 from workers.engine.layers.base import Projection
 from workers.engine.layers.heads import Rows
 from workers.engine.layers.parallel import Parallel, Shard
-from workers.engine.layers.quantized import Weight
+from workers.engine.layers.stored_matrix import StoredMatrix
 from workers.engine.layers.weights import Weights
 
 
@@ -76,6 +76,6 @@ def _take_fused(
     sizes_out: Sequence[Rows],
     bias: bool,
     transposed: bool = False,
-) -> tuple[Weight, Tensor | None]:
+) -> tuple[StoredMatrix, Tensor | None]:
     weight = weights.take_matrix([f"{name}.weight" for name in names], sizes_out, size_in, transposed)
-    return weight, weights.take_rows([f"{name}.bias" for name in names], sizes_out, None) if bias else None
+    return weight, weights.take_rows([f"{name}.bias" for name in names], sizes_out) if bias else None

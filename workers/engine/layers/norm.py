@@ -63,7 +63,7 @@ class HeadLayerNorm:
     ) -> None:
         tensors = [f"{name}.weight" for name in names]
         if len(names) == 1:
-            weight = weights.take_rows(tensors, [heads], size)
+            weight = weights.take(tensors[0], (heads.total, size))[heads.where].contiguous()
         else:
             weight = torch.stack([weights.take(name, (size,)) for name in tensors[heads.where]])
         self.weight = weight if order is None else weight[:, order.to(weight.device)].contiguous()
@@ -85,7 +85,7 @@ class RowRMSNorm:
         self, weights: Weights, names: Sequence[str], rows: Sequence[Shard], eps: float, copies: int = 1
     ) -> None:
         self._queries, self._keys = (
-            weights.take_rows([f"{name}.weight"], [part], None) for name, part in zip(names, rows, strict=True)
+            weights.take_rows([f"{name}.weight"], [part]) for name, part in zip(names, rows, strict=True)
         )
         self._ops, self._parallel, self.eps = weights.ops, weights.parallel, eps
         self._totals = torch.tensor([rows[0].total, rows[1].total * copies], device=weights.device)

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import StepAttention, cached_layers
 from workers.engine.attention.reference import TorchAttention
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
-from workers.engine.checkpoint.weight_size import weight_bytes
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
 
@@ -289,13 +287,3 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     message = refusal("someone/some-model")
     assert "there is no folder someone/some-model, and the hub at http://127.0.0.1:9 cannot be reached" in message
-
-
-def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
-    checkpoint = open_checkpoint(str(folder("llama")))
-    full = weight_bytes(checkpoint, torch.float32)
-    assert full == (folder("llama") / "model.safetensors").stat().st_size
-    assert weight_bytes(checkpoint, torch.bfloat16) == full // 2
-    narrow = replace(checkpoint, config=replace(checkpoint.config, dtype="bfloat16"))
-    assert weight_bytes(narrow, torch.float32) == 2 * full
-    assert weight_bytes(narrow, torch.float32, widens=True) == full
