@@ -67,7 +67,7 @@ class Model:
         patterns, self.steps = (BOTH_SIDES, TEXTS) if self.encodes else (PATTERNS, STEPS)
         if family == "gpt2":
             kv_heads = heads
-        limited = family == "qwen3"  # also by sinks
+        limited = family in ("gpt2", "qwen3")  # also by sinks
         shapes = [
             AttentionShape(heads, kv_heads, dim, *each, soft_cap=1.5 if limited else None)
             for each in zip(SCALES, patterns, strict=True)
