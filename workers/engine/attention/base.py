@@ -51,8 +51,8 @@ class AttentionMetadata:
     query_start: NDArray[np.int32]  # [N + 1]
     context_lens: NDArray[np.int32]  # [N], tokens in the cache, this step's included
     block_tables: NDArray[np.int32]  # [N, max_blocks]
-    # The backend's data shared by all layers of the step, by pattern
-    prepared: dict[AttentionPattern, Any] = field(default_factory=dict)
+    # The backend's data shared by layers of the step, by their attention and pattern
+    prepared: dict[tuple[Attention, AttentionPattern], Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

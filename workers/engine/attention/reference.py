@@ -96,9 +96,9 @@ class TorchAttention:
     ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
-        groups: Groups | None = metadata.prepared.get(pattern)
+        groups: Groups | None = metadata.prepared.get((self, pattern))
         if groups is None or groups.bias is not bias:
-            groups = metadata.prepared[pattern] = self._groups(metadata, pattern, bias)
+            groups = metadata.prepared[self, pattern] = self._groups(metadata, pattern, bias)
         if groups.stale is not None:
             layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
         self._write(keys, k, metadata)

@@ -82,21 +82,30 @@ def head_rotation(cos: Tensor, sin: Tensor) -> HeadRotation:
 
 
 class PreparedStep:
-    """A step in the kernels' form, for layers of one pattern and bias."""
+    """A step in the kernels' form, for layers of one attention, pattern and bias."""
 
-    __slots__ = ("_held", "bias", "pointer", "step", "strides")
+    __slots__ = ("_held", "_others", "bias", "pointer", "step", "strides")
 
     def __init__(self, step: _Step, bias: Tensor | None, held: tuple[object, ...]) -> None:
         self.step, self.bias, self.pointer = step, bias, ctypes.addressof(step)
         self._held = held  # objects that the step points to
         self.strides: tuple[tuple[int, ...], ...] = ()
+        self._others: dict[tuple[tuple[int, ...], ...], PreparedStep] = {}
 
-    def set_strides(self, *strides: tuple[int, ...]) -> None:
-        """Set the strides of queries, keys and values."""
-        if strides != self.strides:
-            assert all(of[2] == 1 for of in strides)
-            self.step.query_stride[:], self.step.key_stride[:], self.step.value_stride[:] = (of[:2] for of in strides)
-            self.strides = strides
+    def with_strides(self, *strides: tuple[int, ...]) -> PreparedStep:
+        """Return this step for queries, keys and values of these strides."""
+        if not self.strides:
+            self._set_strides(strides)
+        if strides == self.strides:
+            return self
+        if strides not in self._others:
+            self._others[strides] = PreparedStep(_Step.from_buffer_copy(self.step), self.bias, self._held)
+        return self._others[strides].with_strides(*strides)
+
+    def _set_strides(self, strides: tuple[tuple[int, ...], ...]) -> None:
+        assert all(of[2] == 1 for of in strides)
+        self.step.query_stride[:], self.step.key_stride[:], self.step.value_stride[:] = (of[:2] for of in strides)
+        self.strides = strides
 
 
 class CpuAttention:
@@ -151,9 +160,7 @@ class CpuAttention:
 
     def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
         """Prepare a step whose queries, keys and values are side by side in rows of `width`."""
-        prepared = self._prepared(metadata, pattern, bias)
-        prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
-        return prepared
+        return self._prepared(metadata, pattern, bias).with_strides(*((width, self._shape.head_dim, 1),) * 3)
 
     def _attend_rows(
         self,
@@ -167,7 +174,7 @@ class CpuAttention:
         norms: Sequence[NormWeights | None] = (None, None),
     ) -> Tensor:
         """Attend; `norms`: of the queries and the keys."""
-        prepared.set_strides(q.stride(), k.stride(), v.stride())
+        prepared = prepared.with_strides(q.stride(), k.stride(), v.stride())
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(
             prepared.pointer,
@@ -184,9 +191,9 @@ class CpuAttention:
 
     def _prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None) -> PreparedStep:
         assert isinstance(metadata, AttentionMetadata)
-        prepared: PreparedStep | None = metadata.prepared.get(pattern)
+        prepared: PreparedStep | None = metadata.prepared.get((self, pattern))
         if prepared is None or prepared.bias is not bias:
-            prepared = metadata.prepared[pattern] = self._prepare(metadata, pattern, bias)
+            prepared = metadata.prepared[self, pattern] = self._prepare(metadata, pattern, bias)
         return prepared
 
     def _prepare(self, metadata: AttentionMetadata, pattern: AttentionPattern, bias: Tensor | None) -> PreparedStep:
