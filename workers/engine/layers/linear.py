@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from workers.engine.layers.activation import XIELU
 from workers.engine.layers.base import Projection
 from workers.engine.layers.parallel import Parallel, Shard
 from workers.engine.layers.quantized import Weight
@@ -50,6 +51,15 @@ def load_gated(
 ) -> Projection:
     """Return a projection that multiplies the activation of `gate` by `up`."""
     return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, [size_out, size_out], bias), activation)
+
+
+def load_xielu(weights: Weights, up: str, activation: str, size_in: int, size_out: Shard, bias: bool) -> Projection:
+    """Return the projection `up` with an xIELU, whose factors are among the tensors of
+    `activation`.
+    """
+    plain = load_fused(weights, [up], size_in, [size_out], bias)
+    activate = XIELU(*(weights.take(f"{activation}.{factor}", (1,)) for factor in ("alpha_p", "alpha_n")))
+    return lambda x: activate(plain(x))
 
 
 def load_row_parallel(

@@ -29,7 +29,9 @@ _AT_ONCE = {dtype: GROUP_MULTIPLES[bits] for bits, dtype in _INTEGERS.items()}
 _QUAD_BLOCK = 128  # numbers of a row per scale if integers are multiplied in quads (matmul_quads.h)
 _NAMES = {torch.int8: "int8", torch.uint8: "int4"}
 _MANY = 101  # rows; on every processor too many for the kernels of few rows (matmul.c)
-ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
+# With the numbers of activation.h
+ACTIVATIONS = dict.fromkeys(("silu", "swish"), 1) | dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), 2)
+ACTIVATIONS |= {"gelu": 3, "relu": 4, "relu2": 5, "quick_gelu": 6}
 
 
 class _Matrix(ctypes.Structure):
