@@ -46,8 +46,9 @@ class LayerStack:
         rotations: Sequence[Rotation],
         attend: AttentionContext,
     ) -> tuple[Tensor, Tensor]:
-        """Return the MLP's result, and the residual to which it is to be added; so are the
-        arguments, which may be overwritten.
+        """Return the MLP's result, and the residual to which it is to be added.
+
+        `hidden` and `residual` are those of the layer before, and may be overwritten.
         """
         layer = self.layers[index]
         x, residual = _normed(layer.attention_norm, hidden, residual)

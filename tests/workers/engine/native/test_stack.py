@@ -136,7 +136,7 @@ class Model:
 
     def norm_by_head(self, heads: int) -> HeadLayerNorm:
         weights, name = self.named(heads, 16)
-        return HeadLayerNorm(weights, [name], Shard(0, heads, heads), 16, 1e-5)
+        return HeadLayerNorm(weights, name, Shard(0, heads, heads), 16, 1e-5)
 
     def mlp(self, width: int) -> MlpPart:
         random = self.random
