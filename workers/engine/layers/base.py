@@ -220,8 +220,7 @@ class Ops(Protocol):
 
     It takes ownership of weights: a layer may store them in another layout, and the caller must not
     keep them. Norms apply to the last dimension and sum in float32; their weights may be in float32
-    for inputs in 16 bits. A sum of `x` and `residual` is
-    rounded to their dtype before the norm.
+    for inputs in 16 bits. A sum of `x` and `residual` is rounded to their dtype before the norm.
     """
 
     def linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str | None = None) -> Projection:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from workers.engine.layers.activation import XIELU
 from workers.engine.layers.base import Projection
 from workers.engine.layers.heads import Rows
 from workers.engine.layers.parallel import Parallel, Shard
@@ -57,6 +58,16 @@ def load_gated(
     return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, rows, bias), activation)
 
 
+def load_xielu(weights: Weights, up: str, activation: str, size_in: int, size_out: Shard, bias: bool) -> Projection:
+    """Return the projection `up` with an xIELU, whose factors are among the tensors of
+    `activation`.
+    """
+    plain = load_fused(weights, [up], size_in, [size_out], bias)
+    above, below = (weights.take(f"{activation}.{factor}", (1,)) for factor in ("alpha_p", "alpha_n"))
+    activate = XIELU(above, below)
+    return lambda x: activate(plain(x))
+
+
 def load_row_parallel(
     weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False
 ) -> Projection:
@@ -71,7 +82,7 @@ def load_row_parallel(
 
 def load_sinks(weights: Weights, name: str, heads: int) -> Tensor:
     """Return `AttentionPart.sinks` of this rank's `heads`."""
-    return weights.take_rows([name], [weights.parallel.shard(heads)], None).float()
+    return weights.take_rows([name], [weights.parallel.shard(heads)]).float()
 
 
 def _take_fused(

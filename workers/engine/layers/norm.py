@@ -48,24 +48,23 @@ class LayerNorm(RMSNorm):
 class HeadLayerNorm:
     """Layer norm of each head by its own weight, without a bias.
 
-    `names` has the checkpoint's tensor [heads, size], or a tensor [size] for each head. `heads` are
+    `names`: that of a tensor [heads, size], or those of a tensor [size] for each head. `heads` are
     this rank's. `order`, int64 [size], is that of a head's numbers, if they are permuted.
     """
 
     def __init__(
         self,
         weights: Weights,
-        names: Sequence[str],
+        names: str | Sequence[str],
         heads: Shard,
         size: int,
         eps: float,
         order: Tensor | None = None,
     ) -> None:
-        tensors = [f"{name}.weight" for name in names]
-        if len(names) == 1:
-            weight = weights.take(tensors[0], (heads.total, size))[heads.where].contiguous()
+        if isinstance(names, str):
+            weight = weights.take(f"{names}.weight", (heads.total, size))[heads.where].contiguous()
         else:
-            weight = torch.stack([weights.take(name, (size,)) for name in tensors[heads.where]])
+            weight = torch.stack([weights.take(f"{name}.weight", (size,)) for name in names[heads.where]])
         self.weight = weight if order is None else weight[:, order.to(weight.device)].contiguous()
         self.bias: Tensor | None = torch.zeros_like(weight)
         self.eps = eps

@@ -33,7 +33,9 @@ _IN_NEITHER = 3  # `find_misfits` of numbers that neither bf16 nor float16 holds
 _NAMES = {torch.int8: "int8", torch.uint8: "int4"}
 _LARGE = 1 << 20  # bytes
 _MANY = 101  # rows; on every processor too many for the kernels of few rows (matmul.c)
-ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
+# With the numbers of activation.h
+ACTIVATIONS = dict.fromkeys(("silu", "swish"), 1) | dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), 2)
+ACTIVATIONS |= {"gelu": 3, "relu": 4, "relu2": 5, "quick_gelu": 6}
 
 
 class _Matrix(ctypes.Structure):
