@@ -69,10 +69,13 @@ class TinyModel:
     width: float  # standard deviation of the projections
     config_class: str
     settings: dict[str, Any]
+    auto_class: str = "AutoModelForCausalLM"
 
 
 MODELS = {
-    "cohere": TinyModel(1, 0.3, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere": TinyModel(
+        1, 0.3, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 0.5, "tie_word_embeddings": False}
+    ),
     "cohere-biased": TinyModel(
         1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
     ),
@@ -80,12 +83,14 @@ MODELS = {
         1,
         0.22,
         "Cohere2Config",
-        _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "tie_word_embeddings": False},
+        _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 1.0, "tie_word_embeddings": False},
     ),
     "exaone4": TinyModel(
-        1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
+        6, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
     ),
-    "exaone4-full": TinyModel(1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": None}),
+    "exaone4-full": TinyModel(
+        1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
     "gemma": TinyModel(1, 0.22, "GemmaConfig", _SHAPE | {"head_dim": 32, "tie_word_embeddings": False}),
     "gemma2": TinyModel(
         1,
@@ -102,7 +107,7 @@ MODELS = {
         },
     ),
     "gemma3": TinyModel(
-        1,
+        2,
         0.22,
         "Gemma3TextConfig",
         _SHAPE
@@ -291,6 +296,68 @@ OTHERS = {
 }
 """Those that run by transformers' classes."""
 
+_SIGHT: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
+_QWEN_SIGHT: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
+_WITH_LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
+_OF_IMAGES = "AutoModelForImageTextToText"
+WITH_IMAGES = {
+    "gemma3-images": TinyModel(
+        1,
+        0.22,
+        "Gemma3Config",
+        {
+            "text_config": MODELS["gemma3"].settings,
+            "vision_config": _SIGHT | _WITH_LAYERS,
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": False,
+        },
+        _OF_IMAGES,
+    ),
+    "mistral3-images": TinyModel(
+        1,
+        0.22,
+        "Mistral3Config",
+        {
+            "text_config": _SHAPE | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+            "vision_config": _SIGHT | _WITH_LAYERS | {"head_dim": 16, "model_type": "pixtral"},
+            "tie_word_embeddings": False,
+        },
+        _OF_IMAGES,
+    ),
+    "qwen2.5-images": TinyModel(
+        1,
+        0.3,
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": _SHAPE
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+            "vision_config": _QWEN_SIGHT | {"fullatt_block_indexes": [0]},
+        },
+        _OF_IMAGES,
+    ),
+    "qwen3-images": TinyModel(
+        1,
+        0.22,
+        "Qwen3VLConfig",
+        {
+            "text_config": _SHAPE
+            | {
+                "head_dim": 32,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]},
+            },
+            "vision_config": _QWEN_SIGHT | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        },
+        _OF_IMAGES,
+    ),
+}
+"""Those of which only the text model runs."""
+
 
 _folders: list[TemporaryDirectory[str]] = []  # held so that they are removed at exit
 
@@ -308,7 +375,7 @@ def make(tiny: TinyModel) -> transformers.PreTrainedModel:
     """The model in float32, the same every time."""
     config = getattr(transformers, tiny.config_class)(**tiny.settings)
     torch.manual_seed(tiny.seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = getattr(transformers, tiny.auto_class).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -320,21 +387,23 @@ def make(tiny: TinyModel) -> transformers.PreTrainedModel:
     return model.eval()
 
 
+def _tiny(name: str) -> TinyModel:
+    return (MODELS | OTHERS | WITH_IMAGES)[name]
+
+
 @cache
 def folder(name: str) -> Path:
-    """A checkpoint of `MODELS[name]` or `OTHERS[name]`, as transformers saves it."""
+    """The model's checkpoint, as transformers saves it."""
     _folders.append(TemporaryDirectory(prefix=f"{name}-"))
     path = Path(_folders[-1].name)
-    make((MODELS | OTHERS)[name]).save_pretrained(path)
+    make(_tiny(name)).save_pretrained(path)
     return path
 
 
 @cache
 def reference(name: str) -> Reference:
-    """The answers of `MODELS[name]` or `OTHERS[name]` to prompts of very different lengths,
-    computed once.
-    """
-    tiny = (MODELS | OTHERS)[name]
+    """The model's answers to prompts of very different lengths, computed once."""
+    tiny = _tiny(name)
     model = make(tiny)
     generator = torch.Generator().manual_seed(tiny.seed)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
