@@ -34,7 +34,11 @@ class RopeConfig:
     rotated_share: float = 1.0  # of a head's numbers; see `rotary_order`
 
     def rotated(self, head_dim: int) -> int:
-        """Return how many numbers of a head are rotated."""
+        """Return how many numbers of a head are rotated, some of them by no angle if the kind is
+        "proportional".
+        """
+        if self.kind == "proportional":
+            return head_dim
         return int(head_dim * self.rotated_share)
 
     @property
@@ -149,6 +153,10 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple
     if config.kind == "dynamic":
         return _dynamic_frequencies(config, head_dim, torch.tensor([length]))[0], 1.0
     plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if config.kind == "proportional":
+        turned = int(head_dim * config.rotated_share) // 2
+        plain[turned:] = 0
+        return plain / float(config.scaling.get("factor") or 1.0), 1.0
     if config.kind == "linear":
         return plain / float(config.scaling["factor"]), 1.0
     if config.kind == "llama3":

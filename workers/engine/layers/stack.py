@@ -21,15 +21,20 @@ class LayerStack:
     def __init__(self, layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool = False) -> None:
         self.layers, self.norm, self.post_norm = layers, norm, post_norm
 
-    def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext, inputs: Tensor | None = None
+    ) -> Tensor:
         """Return [T, hidden] from embeddings [T, hidden], which may be overwritten.
 
         The next call may overwrite the result.
         """
-        run = self._run_post_norm if self.post_norm else self._run_pre_norm
-        return run(hidden, rotations, attend)
+        if self.post_norm:
+            return self._run_post_norm(hidden, rotations, attend)
+        return self._run_pre_norm(hidden, rotations, attend, inputs)
 
-    def _run_pre_norm(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
+    def _run_pre_norm(
+        self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext, inputs: Tensor | None
+    ) -> Tensor:
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = _normed(layer.attention_norm, hidden, residual)
@@ -42,6 +47,9 @@ class LayerStack:
             else:
                 x, residual = _normed(layer.mlp_norm, attended, residual)
             hidden = _result(layer, layer.mlp_result_norm, layer.mlp.down(layer.mlp.up(x)))
+            if layer.layer_input is not None or layer.scalar is not None:
+                own = None if inputs is None else inputs[:, index]
+                hidden, residual = _finished(layer, hidden.add_(residual), own), None
         return _normed(self.norm, hidden, residual)[0]
 
     def _run_post_norm(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
@@ -60,6 +68,9 @@ def _attend(
     if part.row_norm is not None:
         part.row_norm(qkv)
     heads = qkv.view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+    if part.value_norm is not None:
+        values = heads[:, shape.heads + shape.kv_heads :]
+        values.copy_(part.value_norm(values))
     if rotations:
         rotary = RotaryHeads(*rotations[part.rotation], part.query_norm, part.key_norm, part.norm_after_rotation)
         attended = attend.rotary(index, heads, rotary)
@@ -73,6 +84,15 @@ def _result(layer: DecoderLayer, norm: Norm | None, x: Tensor) -> Tensor:
     if norm is not None:
         x = norm(x)
     return x if layer.factor == 1.0 else x.mul_(layer.factor)
+
+
+def _finished(layer: DecoderLayer, x: Tensor, own: Tensor | None) -> Tensor:
+    """Return a layer's result from the sum x and the layer's own input [T, size]."""
+    part = layer.layer_input
+    if part is not None:
+        assert own is not None
+        x = part.norm(part.projection(part.gate(x).mul_(own))).add_(x)
+    return x if layer.scalar is None else x.mul_(layer.scalar)
 
 
 def _normed(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

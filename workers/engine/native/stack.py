@@ -75,9 +75,11 @@ class NativeStack(LayerStack):
         """Return the seconds spent so far, by part."""
         return dict(zip(PARTS, self._c_stack.seconds, strict=True))
 
-    def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext, inputs: Tensor | None = None
+    ) -> Tensor:
         if not isinstance(attend, StepAttention) or not isinstance(attend.layers[0].attention, CpuAttention):
-            return super().__call__(hidden, rotations, attend)
+            return super().__call__(hidden, rotations, attend, inputs)
         if attend.layers is not self._cached:
             self._take_caches(attend.layers)
         tokens, hidden = len(hidden), hidden.contiguous()
@@ -146,6 +148,9 @@ def _is_plain(layer: DecoderLayer) -> bool:
         and not layer.parallel
         and layer.factor == 1.0
         and layer.attention.row_norm is None
+        and layer.attention.value_norm is None
+        and layer.layer_input is None
+        and layer.scalar is None
     )
 
 

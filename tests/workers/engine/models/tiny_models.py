@@ -123,6 +123,28 @@ MODELS = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4": TinyModel(
+        1,
+        0.22,
+        "Gemma4TextConfig",
+        _SHAPE
+        | {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "final_logit_softcapping": 8.0,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
     "gpt2-by-layer": TinyModel(
         2,
@@ -384,6 +406,9 @@ def make(tiny: TinyModel) -> transformers.PreTrainedModel:
                 parameter.normal_(0.0, 0.1)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model.eval()
 
 
