@@ -17,7 +17,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.timing import median_seconds
 from workers.engine.attention.base import CacheShape, DeviceMetadata
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import AttentionPattern
+from workers.engine.layers.base import AttentionShape
 
 BLOCK = 16  # tokens
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -56,8 +56,9 @@ class PagedLayer:
     def seconds(self, metadata: DeviceMetadata, calls: int) -> float:
         """Return the seconds of one call for the step."""
         q, k, v = self.inputs(metadata.slot_mapping.shape[0])
+        shape = AttentionShape(self.heads, self.kv_heads, self.dim, self.dim**-0.5)
         return median_seconds(
-            lambda: self.attention.forward(q, k, v, self.cache, metadata, self.dim**-0.5, AttentionPattern()),
+            lambda: self.attention.forward(q, k, v, self.cache, metadata, shape),
             self.device,
             calls,
         )

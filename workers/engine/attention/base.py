@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,18 @@ class Attention(Protocol):
         v: Tensor,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Write k and v [T, kv_heads, d] to the cache, then compute the attention of q [T, heads,
         d].
 
-        Each query attends to the tokens of its row that `pattern` allows. `bias`, float32 [heads, 2
-        * reach + 1], is added to scores by the distance of the key ahead of its query: from -reach
-        to reach, clamped at the ends. Returns [T, heads, d]; zeros for a row without context.
+        Each query attends to the tokens of its row that the pattern of `shape` allows. A score is
+        the scaled product of query and key, limited by the soft cap. `bias`, float32 [heads, 2 *
+        reach + 1], is added to scores by the distance of the key ahead of its query: from -reach to
+        reach, clamped at the ends. `sinks`, contiguous: see `AttentionPart`. Returns [T, heads, d];
+        zeros for a row without context.
         """
         ...
 
@@ -119,8 +121,8 @@ class Attention(Protocol):
         rotary: RotaryHeads,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute `forward` from qkv [T, heads + 2 * kv_heads, d], whose queries and keys are not
         yet normed and rotated.

@@ -67,18 +67,15 @@ class StepAttention:
     # states of other tokens may be undefined.
     needed: Tensor | None = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         self.check_interruption()
-        its, shape = self.layers[layer], self.layers[layer].shape
-        metadata = self.metadata[its.table]
-        return its.attention.forward(q, k, v, its.cache, metadata, shape.scale, shape.pattern, self.bias)
+        its = self.layers[layer]
+        return its.attention.forward(q, k, v, its.cache, self.metadata[its.table], its.shape, sinks, self.bias)
 
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:
         self.check_interruption()
-        its, shape = self.layers[layer], self.layers[layer].shape
-        return its.attention.forward_rotary(
-            qkv, rotary, its.cache, self.metadata[its.table], shape.scale, shape.pattern
-        )
+        its = self.layers[layer]
+        return its.attention.forward_rotary(qkv, rotary, its.cache, self.metadata[its.table], its.shape, sinks)
 
     def check_interruption(self) -> None:
         if self.interruption is not None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.layers.rotary import prepare, rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -90,24 +90,24 @@ class TorchAttention:
         v: Tensor,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
-        groups: Groups | None = metadata.prepared.get(pattern)
+        groups: Groups | None = metadata.prepared.get(shape.pattern)
         if groups is None or groups.bias is not bias:
-            groups = metadata.prepared[pattern] = self._groups(metadata, pattern, bias)
+            groups = metadata.prepared[shape.pattern] = self._groups(metadata, shape.pattern, bias)
         if groups.stale is not None:
             layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
         self._write(keys, k, metadata)
         self._write(values, v, metadata)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in groups.decode:
-            self._decode(q, keys, values, group, scale, out)
+            self._decode(q, keys, values, group, shape, sinks, out)
         for row in groups.prefill:
-            self._prefill(q, k, v, keys, values, row, scale, out)
+            self._prefill(q, k, v, keys, values, row, shape, sinks, out)
         return out
 
     def forward_rotary(
@@ -116,8 +116,8 @@ class TorchAttention:
         rotary: RotaryHeads,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         turned = self._heads + self._shape.kv_heads
         if rotary.query_norm is None or rotary.key_norm is None:
@@ -125,7 +125,7 @@ class TorchAttention:
         else:
             q = prepare(qkv[:, : self._heads], rotary.query_norm, rotary)
             k = prepare(qkv[:, self._heads : turned], rotary.key_norm, rotary)
-        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, pattern)
+        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, shape, sinks)
 
     def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
         s = self._shape
@@ -154,21 +154,40 @@ class TorchAttention:
         flat = cache.view(s.kv_heads * s.num_blocks, s.block_size * s.head_dim)
         return flat.index_select(0, blocks).view(s.kv_heads * rows, -1, s.head_dim)
 
-    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scale: float, out: Tensor) -> None:
+    def _decode(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        group: DecodeGroup,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
         s, rows = self._shape, group.tokens.shape[0]
         query = q[group.tokens].view(rows, s.kv_heads, self._per_kv, s.head_dim).transpose(0, 1)
         scores = torch.bmm(
             query.reshape(-1, self._per_kv, s.head_dim), self._gather(keys, group.blocks, rows).transpose(1, 2)
         )
-        scores = scores.float().view(s.kv_heads, rows, self._per_kv, -1).mul_(scale).add_(group.mask)
-        weights = scores.softmax(-1).to(q.dtype).view(s.kv_heads * rows, self._per_kv, -1)
+        scores = _scaled(scores, shape).view(s.kv_heads, rows, self._per_kv, -1).add_(group.mask)
+        sinks = None if sinks is None else sinks.view(s.kv_heads, 1, self._per_kv, 1)
+        weights = _softmax(scores, sinks).to(q.dtype).reshape(s.kv_heads * rows, self._per_kv, -1)
         attended = torch.bmm(weights, self._gather(values, group.blocks, rows)).view(
             s.kv_heads, rows, self._per_kv, s.head_dim
         )
         out[group.tokens] = attended.transpose(0, 1).reshape(rows, -1, s.head_dim)
 
     def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        row: PrefillRow,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        out: Tensor,
     ) -> None:
         tokens = slice(row.first, row.last)
         if row.blocks is None:
@@ -176,15 +195,42 @@ class TorchAttention:
         else:
             key = self._gather(keys, row.blocks, 1)[:, : row.context]
             value = self._gather(values, row.blocks, 1)[:, : row.context]
+        if shape.soft_cap is not None or sinks is not None:
+            self._prefill_in_parts(q[tokens], key, value, row, shape, sinks, out[tokens])
+            return
         out[tokens] = F.scaled_dot_product_attention(
             q[tokens].transpose(0, 1)[None],
             key[None],
             value[None],
             attn_mask=row.mask,
             is_causal=row.causal and row.mask is None,
-            scale=scale,
+            scale=shape.scale,
             enable_gqa=self._per_kv > 1,
         )[0].transpose(0, 1)
+
+    def _prefill_in_parts(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        row: PrefillRow,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Attend where torch's own function does not apply, with few scores at once."""
+        count, context = len(q), key.shape[1]
+        size = max(1, self._group_bytes // (self._heads * context * torch.float32.itemsize))
+        sinks = None if sinks is None else sinks.view(-1, self._per_kv, 1, 1)
+        by_head = q.view(count, -1, self._per_kv, q.shape[-1]).permute(1, 2, 0, 3)
+        for first in range(0, count, size):
+            query = by_head[:, :, first : first + size]
+            scores = _scaled(torch.bmm(query.flatten(1, 2), key.transpose(1, 2)), shape)
+            scores = scores.view(*query.shape[:3], context)
+            _hide(scores, row, first)
+            weights = _softmax(scores, sinks).to(q.dtype).flatten(1, 2)
+            attended = torch.bmm(weights, value).view(query.shape).permute(2, 0, 1, 3)
+            out[first : first + size] = attended.flatten(1, 2)
 
     def _groups(self, metadata: AttentionMetadata, pattern: AttentionPattern, bias: Tensor | None) -> Groups:
         counts = np.diff(metadata.query_start)
@@ -200,10 +246,7 @@ class TorchAttention:
 
     def _first_visible(self, positions: NDArray[np.int32], pattern: AttentionPattern) -> NDArray[np.int32]:
         """Return the first token of the first block visible to a query at `positions`."""
-        if pattern.before is None:
-            return np.zeros_like(positions)
-        visible = np.maximum(positions - pattern.before, 0)
-        return visible // self._shape.block_size * self._shape.block_size
+        return _oldest(positions, pattern) // self._shape.block_size * self._shape.block_size
 
     def _cuts(self, spans: NDArray[np.int32]) -> list[tuple[int, int]]:
         """Split ascending spans into runs whose padded keys stay under the group size."""
@@ -227,7 +270,7 @@ class TorchAttention:
         positions = first[:, None] + np.arange(num_blocks * size)
         visible = positions < contexts[:, None]
         if pattern.before is not None:
-            visible &= positions >= contexts[:, None] - 1 - pattern.before
+            visible &= positions >= _oldest(contexts - 1, pattern)[:, None]
         mask = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
         tokens = torch.from_numpy(metadata.query_start[rows].astype(np.int64))
         flat = self._flat_blocks(metadata.block_tables[rows[:, None], columns])
@@ -247,16 +290,17 @@ class TorchAttention:
         if start > 0:
             size = self._shape.block_size
             blocks = self._flat_blocks(metadata.block_tables[row, first // size : -(-context // size)])
-        ahead = torch.arange(first, context) - torch.arange(start, context)[:, None]  # tokens ahead of the query
-        mask = self._mask(ahead.to(self._device), pattern, bias)
+        keys, queries = (torch.arange(begin, context, device=self._device) for begin in (first, start))
+        mask = self._mask(keys, queries[:, None], pattern, bias)
         return PrefillRow(first_token, last_token, blocks, context - first, mask, pattern.causal)
 
-    def _mask(self, ahead: Tensor, pattern: AttentionPattern, bias: Tensor | None) -> Tensor:
-        """Return `PrefillRow.mask` for keys at the int64 distances `ahead` [n, L] of their
-        queries.
-        """
+    def _mask(self, keys: Tensor, queries: Tensor, pattern: AttentionPattern, bias: Tensor | None) -> Tensor:
+        """Return `PrefillRow.mask` for keys at the positions int64 [L] and queries at [n, 1]."""
+        ahead = keys - queries
         mask = torch.ones_like(ahead, dtype=torch.bool)
-        if pattern.before is not None:
+        if pattern.chunk is not None:
+            mask &= -ahead <= queries % pattern.chunk
+        elif pattern.before is not None:
             mask &= ahead >= -pattern.before
         if pattern.after is not None:
             mask &= ahead <= pattern.after
@@ -269,6 +313,39 @@ class TorchAttention:
     def _flat_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
         flat = torch.from_numpy(blocks.astype(np.int64).reshape(1, -1)) + self._head_offset
         return flat.view(-1).to(self._device)
+
+
+def _oldest(positions: NDArray[np.int32], pattern: AttentionPattern) -> NDArray[np.int32]:
+    """Return the first token visible to a query at each position."""
+    if pattern.chunk is not None:
+        return positions - positions % pattern.chunk
+    if pattern.before is None:
+        return np.zeros_like(positions)
+    return np.maximum(positions - pattern.before, 0)
+
+
+def _scaled(products: Tensor, shape: AttentionShape) -> Tensor:
+    """Return the scores of products of queries and keys, in float32."""
+    scores = products.float().mul_(shape.scale)
+    return scores if shape.soft_cap is None else scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
+
+
+def _hide(scores: Tensor, row: PrefillRow, first: int) -> None:
+    """Mask the scores [kv_heads, heads of each, n, L] of a row's queries from `first` on."""
+    count, context = scores.shape[2:]
+    if row.mask is not None and row.mask.dtype != torch.bool:
+        scores.flatten(0, 1).add_(row.mask[:, first : first + count])
+    elif row.mask is not None:
+        scores.masked_fill_(~row.mask[first : first + count], -torch.inf)
+    elif row.causal:
+        later = torch.ones((count, context), dtype=torch.bool, device=scores.device).triu(first + 1)
+        scores.masked_fill_(later, -torch.inf)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

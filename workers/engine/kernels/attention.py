@@ -63,6 +63,7 @@ def plan(
     share,  # pieces of equal size for all rows' work; 0: no split
     BEFORE: tl.constexpr,  # most tokens before its own (AFTER: after it) that a query sees; -1: all
     AFTER: tl.constexpr,
+    CHUNK: tl.constexpr,  # tokens of a chunk, before which a query sees none; 0: no chunks
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,  # least tiles of keys in a piece
@@ -117,6 +118,7 @@ def plan(
             scratch,
             BEFORE,
             AFTER,
+            CHUNK,
             BLOCK_Q,
             TILE,
             LEVELS,
@@ -147,6 +149,12 @@ def _row(
 
 
 @triton.jit
+def _oldest(position, BEFORE: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the first key that a query sees, which does not see all."""
+    return tl.maximum(position, 0) // CHUNK * CHUNK if CHUNK > 0 else tl.maximum(position - BEFORE, 0)
+
+
+@triton.jit
 def _write_records(
     piece,
     num_pieces,
@@ -160,6 +168,7 @@ def _write_records(
     scratch,
     BEFORE: tl.constexpr,  # most tokens before its own (AFTER: after it) that a query sees; -1: all
     AFTER: tl.constexpr,
+    CHUNK: tl.constexpr,  # tokens of a chunk, before which a query sees none; 0: no chunks
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -177,7 +186,7 @@ def _write_records(
     count = tl.minimum(queries - block * BLOCK_Q, BLOCK_Q)
     position = context - queries + block * BLOCK_Q
     end = tl.minimum(position + count + AFTER, context) if AFTER >= 0 else context
-    begin = tl.maximum(position - BEFORE, 0) // TILE * TILE if BEFORE >= 0 else piece * 0
+    begin = _oldest(position, BEFORE, CHUNK) // TILE * TILE if BEFORE >= 0 else piece * 0
     cut = parts > 1
     partial = tl.where(cut, tl.load(scratch + 2 * ROWS + rank) + within, -1)
     first = tl.where(cut, begin + part * piece_tiles * TILE, begin)
@@ -209,6 +218,7 @@ def _tiles(
     first,
     last,
     scale,
+    soft_cap,
     bias,
     q_head,
     BLOCK_STRIDE: tl.constexpr,
@@ -218,6 +228,7 @@ def _tiles(
     TILE: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
+    CHUNK: tl.constexpr,
     REACH: tl.constexpr,
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
@@ -239,6 +250,9 @@ def _tiles(
         offsets = places[:, None] + d[None, :]
         k = tl.load(keys + offsets) if whole_head else tl.load(keys + offsets, mask=d[None, :] < HEAD_DIM, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision=_PRECISION)
+        if soft_cap is not None:
+            # By tanh(x) = 1 - 2 / (exp(2 x) + 1), whose exponential may be infinite
+            scores = soft_cap - 2 * soft_cap / (tl.exp2(scores * (2 * LOG2_E / soft_cap)) + 1)
         if bias is not None:
             ahead = tl.minimum(tl.maximum(key[None, :] - positions[:, None], -REACH), REACH)
             added = tl.load(bias + q_head[:, None] * (2 * REACH + 1) + ahead + REACH)
@@ -248,7 +262,7 @@ def _tiles(
             if AFTER > 0:
                 seen = seen & (key[None, :] <= positions[:, None] + AFTER)
             if BEFORE >= 0:
-                seen = seen & (key[None, :] >= positions[:, None] - BEFORE)
+                seen = seen & (key[None, :] >= _oldest(positions, BEFORE, CHUNK)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_top[:, None])
@@ -280,7 +294,9 @@ def attend(
     # Float32 [num_partials, kv_heads, BLOCK_Q * GROUP], log2 of the sum of exponentials
     partial_sums,
     bias,  # float32 [heads, 2 * REACH + 1], or None
+    sinks,  # float32 [heads], or None
     scale,  # log2(e) times the model's scale
+    soft_cap,  # limit of scores that are not yet scaled, or None
     num_blocks,
     q_stride,
     table_stride,
@@ -290,6 +306,7 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
+    CHUNK: tl.constexpr,
     REACH: tl.constexpr,  # reach of the bias
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -331,26 +348,30 @@ def attend(
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], _FAR_BELOW, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        # To the pieces of a split block, `combine` adds the sink
+        top = tl.where(partial < 0, tl.load(sinks + q_head) * LOG2_E, top)
+        total = tl.where(partial < 0, 1.0, total)
     if PREFILL:
         middle = first
         if BEFORE >= 0:
             # From this key on, the last query sees all
-            entered = tl.cdiv(tl.maximum(position + queries - 1 - BEFORE, 0), TILE) * TILE
+            entered = tl.cdiv(_oldest(position + queries - 1, BEFORE, CHUNK), TILE) * TILE
             middle = tl.maximum(first, tl.minimum(entered, last))
             weighted, top, total = _tiles(
-                tile, weighted, top, total, keys, values, table, positions, first, middle, scale, bias, q_head,
-                block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, REACH, True, DOT,
+                tile, weighted, top, total, keys, values, table, positions, first, middle, scale, soft_cap, bias,
+                q_head, block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, True, DOT,
             )  # fmt: skip
         seen_by_first = tl.minimum(position + 1 + AFTER, last) if AFTER >= 0 else last
         diagonal = tl.maximum(middle, seen_by_first // TILE * TILE)
         weighted, top, total = _tiles(
-            tile, weighted, top, total, keys, values, table, positions, middle, diagonal, scale, bias, q_head,
-            block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, REACH, False, DOT,
+            tile, weighted, top, total, keys, values, table, positions, middle, diagonal, scale, soft_cap, bias, q_head,
+            block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, False, DOT,
         )  # fmt: skip
         first = diagonal
     weighted, top, total = _tiles(
-        tile, weighted, top, total, keys, values, table, positions, first, last, scale, bias, q_head,
-        block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, REACH, True, DOT,
+        tile, weighted, top, total, keys, values, table, positions, first, last, scale, soft_cap, bias, q_head,
+        block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, True, DOT,
     )  # fmt: skip
 
     nothing = total == 0.0
@@ -372,6 +393,7 @@ def combine(
     out,
     partials,
     partial_sums,
+    sinks,  # as those of `attend`
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -396,10 +418,15 @@ def combine(
     step: tl.constexpr = KV_HEADS * BLOCK_Q * GROUP
     places = (place * KV_HEADS + head) * (BLOCK_Q * GROUP) + m
     top = tl.full([BLOCK_M], _FAR_BELOW, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head * GROUP + m % GROUP) * LOG2_E
+        top = tl.maximum(top, sink)
     for part in range(parts):
         top = tl.maximum(top, tl.load(partial_sums + places + part * step, mask=present, other=_FAR_BELOW))
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        total += tl.exp2(sink - top)
     for part in tl.range(parts, num_stages=4):
         share = tl.exp2(tl.load(partial_sums + places + part * step, mask=present, other=_FAR_BELOW) - top)
         weighted += share[:, None] * tl.load(

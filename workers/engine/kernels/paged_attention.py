@@ -17,7 +17,7 @@ from workers.engine.attention.base import CacheShape, DeviceMetadata, Metadata
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.kernels.tuning import TileChoice
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 
 _WAVES = {"decode": 2, "prefill": 1}  # pieces of the work per concurrent program
 _MIN_PIECE = 256  # least tokens of context for a separate program
@@ -75,13 +75,13 @@ class TritonAttention:
         v: Tensor,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         write(k, v, layer_cache, metadata.slot_mapping)
-        return self.attend(q, layer_cache, metadata, scale, pattern, bias)
+        return self.attend(q, layer_cache, metadata, shape, sinks, bias)
 
     def forward_rotary(
         self,
@@ -89,20 +89,20 @@ class TritonAttention:
         rotary: RotaryHeads,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         q = rotate_and_write(qkv, self._heads, rotary, layer_cache, metadata.slot_mapping)
-        return self.attend(q, layer_cache, metadata, scale, pattern)
+        return self.attend(q, layer_cache, metadata, shape, sinks)
 
     def attend(
         self,
         q: Tensor,
         layer_cache: Tensor,
         metadata: DeviceMetadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Compute attention; keys and values must already be cached."""
@@ -110,7 +110,7 @@ class TritonAttention:
         if q.stride()[1:] != (s.head_dim, 1):
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        pieces = self._pieces(metadata, q.shape[0], pattern)
+        pieces = self._pieces(metadata, q.shape[0], shape.pattern)
         prefill = metadata.max_query > 1
         grid = (pieces.records.shape[0], s.kv_heads)
         kernels.attend[grid if prefill else grid[::-1]](
@@ -122,7 +122,9 @@ class TritonAttention:
             pieces.partials,
             pieces.partial_sums,
             None if bias is None else bias.contiguous(),
-            scale * kernels.LOG2_E.value,
+            sinks,
+            shape.scale * kernels.LOG2_E.value,
+            None if shape.soft_cap is None else shape.soft_cap / shape.scale,
             s.num_blocks,
             q.stride(0),
             metadata.block_tables.stride(0),
@@ -130,7 +132,7 @@ class TritonAttention:
             GROUP=self._group,
             HEAD_DIM=s.head_dim,
             BLOCK_SIZE=s.block_size,
-            **_reaches(pattern),
+            **_reaches(shape.pattern),
             REACH=0 if bias is None else bias.shape[1] // 2,
             BLOCK_M=pieces.choice.block_m,
             BLOCK_Q=pieces.block_q,
@@ -150,6 +152,7 @@ class TritonAttention:
                 out,
                 pieces.partials,
                 pieces.partial_sums,
+                sinks,
                 KV_HEADS=s.kv_heads,
                 GROUP=self._group,
                 HEAD_DIM=s.head_dim,
@@ -212,6 +215,7 @@ def _reaches(pattern: AttentionPattern) -> dict[str, int]:
     return {
         "BEFORE": -1 if pattern.before is None else pattern.before,
         "AFTER": -1 if pattern.after is None else pattern.after,
+        "CHUNK": pattern.chunk or 0,
     }
 
 

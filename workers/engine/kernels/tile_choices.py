@@ -16,7 +16,7 @@ from workers.engine.cuda.graphs import CudaRecorder
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.paged_attention import TritonAttention
 from workers.engine.kernels.tuning import ChoiceCache, TileChoice, candidates, tuned
-from workers.engine.layers.base import AttentionPattern
+from workers.engine.layers.base import AttentionShape
 
 _POOL_BYTES = 256 << 20  # of keys and values: several times the size of a GPU's cache
 _DECODED = (128, 512, 4096)  # rows, and their shortest and longest context
@@ -72,10 +72,12 @@ class _Measured:
         q = torch.randn(
             (int(metadata.query_start[-1]), self._heads, self._shape.head_dim), dtype=self._dtype, device=self._device
         )
+        its = self._shape
+        shape = AttentionShape(self._heads, its.kv_heads, its.head_dim, its.head_dim**-0.5)
 
         def calls() -> None:
             for _ in range(_CALLS):
-                attention.attend(q, layer_cache, metadata, self._shape.head_dim**-0.5, AttentionPattern())
+                attention.attend(q, layer_cache, metadata, shape)
 
         replay = CudaRecorder()(calls)
         replay()

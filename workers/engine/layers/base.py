@@ -77,10 +77,17 @@ class AttentionPattern:
     # Causal: number of visible tokens, the query's own included. Otherwise the visible distance to
     # either side. None: all tokens
     window: int | None = None
+    # Causal, in place of a window: tokens of a chunk; a query attends to its chunk up to itself
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.chunk is None or (self.causal and self.window is None)
 
     @property
     def before(self) -> int | None:
         """Return how many tokens before its own a query attends to at most; None for all."""
+        if self.chunk is not None:
+            return self.chunk - 1
         return self.window - 1 if self.causal and self.window is not None else self.window
 
     @property
@@ -99,6 +106,7 @@ class AttentionShape:
     scale: float  # factor of query-key products
     pattern: AttentionPattern = AttentionPattern()
     kv_copies: int = 1  # ranks that have the same key-value heads
+    soft_cap: float | None = None  # limit of scores: soft_cap * tanh(score / soft_cap)
 
     @property
     def queries(self) -> int:
@@ -127,14 +135,14 @@ class RotaryHeads:
 class AttentionContext(Protocol):
     """Attention of one step for the layers; it hides the paged cache and the step's rows."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Write k and v to the cache and compute attention.
 
-        q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d].
+        q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]. `sinks`: see `AttentionPart`.
         """
         ...
 
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:
         """Compute the same from qkv [T, heads + 2 * kv_heads, d], whose queries and keys are not
         yet normed and rotated.
         """
@@ -149,6 +157,9 @@ class AttentionContext(Protocol):
 class AttentionPart:
     """The projections of a layer's attention. `query_norm`, `key_norm` and `value_norm` apply to
     each head, `row_norm` to all heads together and before the rotation.
+
+    `sinks`, float32 [heads], has for each head a score without a value: the other weights of the
+    softmax become smaller by it.
     """
 
     shape: AttentionShape
@@ -160,6 +171,10 @@ class AttentionPart:
     norm_after_rotation: bool = False  # of heads
     row_norm: RowNorm | None = None
     value_norm: HeadNorm | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.sinks is None or (self.sinks.dtype == torch.float32 and self.sinks.is_contiguous())
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ class _TemperedAttention:
         self._attend, self._heads, self._factors = attend, heads, factors
         self.check_interruption = attend.check_interruption
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attend(layer, q * self._factors.to(q.dtype), k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self._attend(layer, q * self._factors.to(q.dtype), k, v, sinks)
 
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:
         assert rotary.query_norm is None
         qkv[:, : self._heads].mul_(self._factors.to(qkv.dtype))
-        return self._attend.rotary(layer, qkv, rotary)
+        return self._attend.rotary(layer, qkv, rotary, sinks)

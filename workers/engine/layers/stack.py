@@ -73,9 +73,10 @@ def _attend(
         values.copy_(part.value_norm(values))
     if rotations:
         rotary = RotaryHeads(*rotations[part.rotation], part.query_norm, part.key_norm, part.norm_after_rotation)
-        attended = attend.rotary(index, heads, rotary)
+        attended = attend.rotary(index, heads, rotary, part.sinks)
     else:
-        attended = attend(index, *heads.tensor_split([shape.heads, shape.heads + shape.kv_heads], 1))
+        q, k, v = heads.tensor_split([shape.heads, shape.heads + shape.kv_heads], 1)
+        attended = attend(index, q, k, v, part.sinks)
     return part.output(attended.flatten(1))
 
 

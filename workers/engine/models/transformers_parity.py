@@ -169,10 +169,10 @@ def replays(model: TransformersModel, record: Callable[[Work], Work]) -> bool:
 class _NoAttention:
     """An attention that returns each token's queries."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return q
 
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:
         raise AssertionError("transformers' classes rotate their queries and keys themselves")
 
     def check_interruption(self) -> None:

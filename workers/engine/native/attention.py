@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 from workers.engine.native.norms import NormWeights, head_norm
@@ -41,7 +41,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int32)
-            for name in ("mode", "heads", "kv_heads", "head_dim", "block_size", "before", "after")
+            for name in ("mode", "heads", "kv_heads", "head_dim", "block_size", "before", "after", "chunk")
         ),
         *(
             (name, ctypes.c_int32)
@@ -129,11 +129,12 @@ class CpuAttention:
         v: Tensor,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        return self._attend_rows(self._prepared(metadata, pattern, bias), None, q, k, v, layer_cache, scale)
+        prepared = self._prepared(metadata, shape.pattern, bias)
+        return self._attend_rows(prepared, None, q, k, v, layer_cache, shape, sinks)
 
     def forward_rotary(
         self,
@@ -141,13 +142,13 @@ class CpuAttention:
         rotary: RotaryHeads,
         layer_cache: Tensor,
         metadata: Metadata,
-        scale: float,
-        pattern: AttentionPattern,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        prepared, rotation = self._prepared(metadata, pattern, None), head_rotation(rotary.cos, rotary.sin)
+        prepared, rotation = self._prepared(metadata, shape.pattern, None), head_rotation(rotary.cos, rotary.sin)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
         norms = [head_norm(norm, rotary.norm_after_rotation) for norm in (rotary.query_norm, rotary.key_norm)]
-        return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale, norms)
+        return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape, sinks, norms)
 
     def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
         """Prepare a step whose queries, keys and values are side by side in rows of `width`."""
@@ -163,7 +164,8 @@ class CpuAttention:
         k: Tensor,
         v: Tensor,
         layer_cache: Tensor,
-        scale: float,
+        shape: AttentionShape,
+        sinks: Tensor | None,
         norms: Sequence[NormWeights | None] = (None, None),
     ) -> Tensor:
         """Attend; `norms`: of the queries and the keys."""
@@ -178,7 +180,9 @@ class CpuAttention:
             v.data_ptr(),
             out.data_ptr(),
             *(None if norm is None else ctypes.addressof(norm) for norm in norms),
-            scale,
+            shape.scale,
+            shape.soft_cap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
         )
         return out
 
@@ -207,6 +211,7 @@ class CpuAttention:
         step = _Step(
             *(self._mode, self._heads, s.kv_heads, s.head_dim, s.block_size),
             *(_ALL if reach is None else reach for reach in (pattern.before, pattern.after)),
+            pattern.chunk or 0,
             *(len(slots), rows, arrays[2].shape[1], threads, 1, 0),
             *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead)), partials_at.ctypes.data),
             *(None, self._scratch.data_ptr(), self._scratch_size),
@@ -236,6 +241,6 @@ def _functions() -> ctypes.CDLL:
     library.attention_scratch.argtypes = (number, number, number, number)
     library.attention_plan.argtypes = (pointer,)
     library.attention_scratch.restype = library.attention_plan.restype = ctypes.c_ssize_t
-    library.attend_layer.argtypes = (*(pointer,) * 9, ctypes.c_float)
+    library.attend_layer.argtypes = (*(pointer,) * 9, *(ctypes.c_float,) * 2, pointer)
     library.attend_layer.restype = None
     return library

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.rotary import rotate
@@ -96,6 +96,7 @@ def _attended(qkv: Tensor, rotary: RotaryHeads, heads: int, cache_dtype: torch.d
     """Return the attention of the parts, for a row whose blocks are not in order."""
     blocks = -(-_PARTS[-1] // _BLOCK)
     attention = CpuAttention(CacheShape(blocks + 1, _BLOCK, _KV_HEADS, _HEAD_DIM, cache_dtype), heads, qkv.dtype)
+    shape = AttentionShape(heads, _KV_HEADS, _HEAD_DIM, _SCALE, _PATTERN)
     (cache,), table = attention.new_cache(1), np.arange(blocks, 0, -1, dtype=np.int32)[None]
     results = []
     for first, end in pairwise(_PARTS):
@@ -103,7 +104,7 @@ def _attended(qkv: Tensor, rotary: RotaryHeads, heads: int, cache_dtype: torch.d
         slots = torch.from_numpy(table[0, positions // _BLOCK].astype(np.int64) * _BLOCK + positions % _BLOCK)
         step = AttentionMetadata(slots, np.array([0, end - first], np.int32), np.array([end], np.int32), table)
         turned = replace(rotary, cos=rotary.cos[now], sin=rotary.sin[now])
-        results.append(attention.forward_rotary(qkv[now], turned, cache, step, _SCALE, _PATTERN))
+        results.append(attention.forward_rotary(qkv[now], turned, cache, step, shape))
     return torch.cat(results)
 
 

@@ -30,8 +30,8 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, NormWeights) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "output", "up", "down", "cache")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "up", "down", "cache", "sinks")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_int32) for name in ("step", "rotation")),
     ]
 
@@ -112,6 +112,7 @@ class NativeStack(LayerStack):
         self._cached, self._patterns = cached, list(dict.fromkeys(layer.shape.pattern for layer in cached))
         for layer, its in zip(self._c_layers, cached, strict=True):
             layer.cache, layer.scale = its.cache.data_ptr(), its.shape.scale
+            layer.soft_cap = its.shape.soft_cap or 0.0
             layer.step = self._patterns.index(its.shape.pattern)
 
     def _make_room(self, tokens: int) -> None:
@@ -176,7 +177,8 @@ def _c_layer(layer: DecoderLayer) -> _Layer:
     matrices, part = [_packed(matrix).pointer for matrix in _matrices(layer)], layer.attention
     norms = [_c_norm(norm) for norm in (layer.attention_norm, layer.mlp_norm)]
     norms += [head_norm(norm, part.norm_after_rotation) for norm in (part.query_norm, part.key_norm)]
-    return _Layer(*norms, *matrices, rotation=part.rotation)
+    sinks = None if part.sinks is None else part.sinks.data_ptr()
+    return _Layer(*norms, *matrices, None, sinks, rotation=part.rotation)
 
 
 @functools.cache

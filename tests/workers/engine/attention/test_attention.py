@@ -9,7 +9,7 @@ from tests.workers.engine.native.available import needs_native
 from workers.engine.attention import reference as torch_backend
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import AttentionPattern
+from workers.engine.layers.base import AttentionPattern, AttentionShape
 
 BLOCK = 4
 NUM_BLOCKS = 200
@@ -46,20 +46,33 @@ class Contexts:
 
 
 def plain(
-    q: Tensor, keys: Tensor, values: Tensor, position: int, pattern: AttentionPattern, bias: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    shape: AttentionShape,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """One query [heads, d] over everything that it sees."""
+    pattern = shape.pattern
     first, last = 0, position + 1 if pattern.causal else len(keys)
+    if pattern.chunk is not None:
+        first = position - position % pattern.chunk
     if pattern.window is not None:
         first = max(0, position + pattern.causal - pattern.window)
         last = min(last, position + 1 + pattern.window)
     per_kv = q.shape[0] // keys.shape[1]
     seen = keys[first:last].float().repeat_interleave(per_kv, 1)
-    scores = torch.einsum("hd,lhd->hl", q.float(), seen) * SCALE
+    scores = torch.einsum("hd,lhd->hl", q.float(), seen) * shape.scale
+    if shape.soft_cap is not None:
+        scores = shape.soft_cap * (scores / shape.soft_cap).tanh()
     if bias is not None:
         reach = bias.shape[1] // 2
         scores += bias[:, (torch.arange(first, last) - position).clamp(-reach, reach) + reach]
-    weights = scores.softmax(-1)
+    if sinks is not None:
+        scores = torch.cat((sinks[:, None], scores), -1)
+    weights = scores.softmax(-1)[:, -(last - first) :]
     return torch.einsum("hl,lhd->hd", weights, values[first:last].float().repeat_interleave(per_kv, 1))
 
 
@@ -67,15 +80,22 @@ backends = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", mark
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize(
+    "pattern",
+    [AttentionPattern(), *(AttentionPattern(window=window) for window in (1, 3, 9)), AttentionPattern(chunk=7)],
+    ids=["all", "window-1", "window-3", "window-9", "chunk-7"],
+)
 @pytest.mark.parametrize("per_kv", [1, 3])
 @backends
 def test_mixed_rows(
-    window: int | None, per_kv: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+    pattern: AttentionPattern, per_kv: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(torch_backend._GROUP_BYTES, "cpu", 2048)  # several groups of decode rows
-    generator, pattern = np.random.default_rng(7), AttentionPattern(window=window)
-    for _ in range(6):
+    # Several groups of decode rows, and several parts of a prompt
+    monkeypatch.setitem(torch_backend._GROUP_BYTES, "cpu", 2048)
+    generator = np.random.default_rng(7)
+    for soft_cap, with_sinks in [*[(None, False)] * 3, (1.5, False), (None, True), (1.5, True)]:
+        shape = AttentionShape(2 * per_kv, 2, DIM, SCALE, pattern, soft_cap=soft_cap)
+        sinks = torch.linspace(-2, 3, 2 * per_kv) if with_sinks else None
         contexts = generator.integers(1, 60, 9).tolist()
         rows = Contexts(contexts, 2, dtype, generator)
         attention = find_backend(backend).attention(
@@ -92,10 +112,10 @@ def test_mixed_rows(
             q = torch.randn(sum(last - first for _, first, last in spans), 2 * per_kv, DIM).to(dtype)
             k = torch.cat([rows.keys[i][first:last] for i, first, last in spans])
             v = torch.cat([rows.values[i][first:last] for i, first, last in spans])
-            out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, pattern)
+            out = attention.forward(q, k, v, cache, rows.metadata(spans), shape, sinks)
         places = [(i, position) for i, first, last in spans for position in range(first, last)]
         expected = torch.stack(
-            [plain(q[t], rows.keys[i], rows.values[i], p, pattern) for t, (i, p) in enumerate(places)]
+            [plain(q[t], rows.keys[i], rows.values[i], p, shape, sinks) for t, (i, p) in enumerate(places)]
         )
         assert (out.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
 
@@ -108,7 +128,11 @@ def test_mixed_rows(
 def test_whole_texts_seen_to_both_sides(
     reach: int | None, window: int | None, per_kv: int, dtype: torch.dtype, backend: str
 ) -> None:
-    generator, pattern = np.random.default_rng(3), AttentionPattern(causal=False, window=window)
+    generator, limited = np.random.default_rng(3), reach == 5
+    shape = AttentionShape(
+        2 * per_kv, 2, DIM, SCALE, AttentionPattern(False, window), soft_cap=1.5 if limited else None
+    )
+    sinks = torch.linspace(-2, 3, 2 * per_kv) if limited else None
     contexts = [1, *generator.integers(1, 60, 9).tolist()]
     rows = Contexts(contexts, 2, dtype, generator)
     attention = find_backend(backend).attention(
@@ -118,10 +142,10 @@ def test_whole_texts_seen_to_both_sides(
     q = torch.randn(sum(contexts), 2 * per_kv, DIM).to(dtype)
     bias = None if reach is None else torch.randn(2 * per_kv, 2 * reach + 1).to(dtype).float()
     metadata = rows.metadata([(i, 0, length) for i, length in enumerate(contexts)])
-    out = attention.forward(q, torch.cat(rows.keys), torch.cat(rows.values), cache, metadata, SCALE, pattern, bias)
+    out = attention.forward(q, torch.cat(rows.keys), torch.cat(rows.values), cache, metadata, shape, sinks, bias)
     places = [(i, position) for i, length in enumerate(contexts) for position in range(length)]
     expected = torch.stack(
-        [plain(q[t], rows.keys[i], rows.values[i], p, pattern, bias) for t, (i, p) in enumerate(places)]
+        [plain(q[t], rows.keys[i], rows.values[i], p, shape, sinks, bias) for t, (i, p) in enumerate(places)]
     )
     assert (out.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
 
@@ -138,7 +162,7 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
     attention = find_backend(backend).attention(
         CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu")
     )
-    outs = []
+    outs, shape = [], AttentionShape(1, 1, DIM, SCALE, AttentionPattern(window=window))
     for content in (0.0, dirt):
         cache = attention.new_cache(1)[0]
         cache.fill_(content)
@@ -148,7 +172,7 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
             q = torch.randn(sum(b - a for _, a, b in step), 1, DIM)
             k = torch.cat([rows.keys[i][a:b] for i, a, b in step])
             v = torch.cat([rows.values[i][a:b] for i, a, b in step])
-            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), SCALE, AttentionPattern(window=window)))
+            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), shape))
             step = [(i, b, b + 1) for i, _, b in step if b < rows.contexts[i]]
     half = len(outs) // 2
     for clean, dirty in zip(outs[:half], outs[half:], strict=True):

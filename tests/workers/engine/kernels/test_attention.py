@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from workers.engine.backends.registry import find_backend
 from workers.engine.kernels import paged_attention as backend
 from workers.engine.kernels.tile_choices import _choices, choices
 from workers.engine.kernels.tuning import candidates
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.messages.errors import ModelLoadError
 
 TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cpu" else 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -65,6 +66,8 @@ class KernelStep:
     reach: int | None = None  # of a bias
     seed: int = field(default_factory=lambda: int(os.environ.get("ATTENTION_SEED", 1)))
     cache_dtype: torch.dtype | None = None  # where it is another one
+    soft_cap: float | None = None
+    with_sinks: bool = False
 
     def __post_init__(self) -> None:
         print(f"seed {self.seed}")
@@ -80,6 +83,7 @@ class KernelStep:
             self.slots[row] *= number > 0
         heads = self.kv_heads * self.group
         self.bias = None if self.reach is None else torch.randn(heads, 2 * self.reach + 1, device=DEVICE)
+        self.sinks = torch.randn(heads, device=DEVICE) * 2 if self.with_sinks else None
         self.q = self._random(sum(count for count, _ in self.rows), self.kv_heads * self.group)
         self.keys = [self._kept(max(count, context)) for count, context in self.rows]
         self.values = [self._kept(max(count, context)) for count, context in self.rows]
@@ -132,11 +136,14 @@ class KernelStep:
         on_device = [torch.from_numpy(array).to(DEVICE) for array in (starts, contexts, self.slots, self.tables)]
         return DeviceMetadata(slots, *on_device, max(count for count, _ in self.rows), int(contexts.max()))
 
+    def layer(self) -> AttentionShape:
+        heads, scale = self.kv_heads * self.group, self.dim**-0.5
+        return AttentionShape(heads, self.kv_heads, self.dim, scale, self.pattern, soft_cap=self.soft_cap)
+
     def attended(self) -> Tensor:
         attention = find_backend("triton").attention(self.shape, self.kv_heads * self.group, self.dtype, DEVICE)
         k, v = self.new(self.keys), self.new(self.values)
-        metadata = self.metadata()
-        return attention.forward(self.q, k, v, self.cache(), metadata, self.dim**-0.5, self.pattern, self.bias)
+        return attention.forward(self.q, k, v, self.cache(), self.metadata(), self.layer(), self.sinks, self.bias)
 
     def expected(self) -> Tensor:
         parts = []
@@ -151,12 +158,19 @@ class KernelStep:
             seen = (-ahead <= (context if pattern.before is None else pattern.before)) & (
                 ahead <= (context if pattern.after is None else pattern.after)
             )
+            if pattern.chunk is not None:
+                seen &= torch.arange(context, device=DEVICE) // pattern.chunk == position // pattern.chunk
             scores = (
                 torch.einsum("nhd,lhd->hnl", q.float(), keys.float().repeat_interleave(self.group, 1)) * self.dim**-0.5
             )
+            if self.soft_cap is not None:
+                scores = self.soft_cap * (scores / self.soft_cap).tanh()
             if self.bias is not None and self.reach is not None:
                 scores += self.bias[:, ahead.clamp(-self.reach, self.reach) + self.reach]
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks[:, None, None].expand(-1, count, 1)), -1)
+            weights = scores.softmax(-1)[..., :context]
             parts.append(torch.einsum("hnl,lhd->nhd", weights, values.float().repeat_interleave(self.group, 1)))
         return torch.cat(parts)
 
@@ -173,8 +187,11 @@ class KernelStep:
         {"group": 7, "dim": 80, "block_size": 32, "kv_heads": 1},
         {"group": 1, "dim": 128, "block_size": 8, "pattern": AttentionPattern(window=50)},
         {"group": 2, "dim": 80, "dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn},
+        {"group": 3, "pattern": AttentionPattern(chunk=50)},
+        {"group": 3, "kv_heads": 1, "soft_cap": 1.2},
+        {"group": 3, "with_sinks": True},
     ],
-    ids=["group-2-bf16", "group-7-of-80", "window", "fp8"],
+    ids=["group-2-bf16", "group-7-of-80", "window", "fp8", "chunk", "cap", "sinks"],
 )
 def test_equals_the_formula(shape: dict[str, object], rows: Rows) -> None:
     KernelStep(rows, **shape).check()
@@ -185,8 +202,9 @@ def test_equals_the_formula(shape: dict[str, object], rows: Rows) -> None:
     [
         {"group": 2, "dtype": torch.bfloat16, "pattern": AttentionPattern(causal=False)},
         {"group": 1, "dim": 80, "block_size": 8, "pattern": AttentionPattern(False, 20), "reach": 9},
+        {"group": 2, "pattern": AttentionPattern(False, 20), "reach": 9, "soft_cap": 1.2, "with_sinks": True},
     ],
-    ids=["bf16", "window-and-bias"],
+    ids=["bf16", "window-and-bias", "cap-and-sinks"],
 )
 def test_whole_texts_seen_to_both_sides(shape: dict[str, object]) -> None:
     KernelStep(TEXTS, kv_heads=1, **shape).check()
@@ -195,13 +213,22 @@ def test_whole_texts_seen_to_both_sides(shape: dict[str, object]) -> None:
 @pytest.mark.proof
 @pytest.mark.usefixtures("_short_pieces")
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize("window", [None, 90])
-def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
-    step = KernelStep(rows, kv_heads=1, group=4, pattern=AttentionPattern(window=window))
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {},
+        {"pattern": AttentionPattern(window=90)},
+        {"pattern": AttentionPattern(chunk=130)},
+        {"soft_cap": 1.2, "with_sinks": True},
+    ],
+    ids=["all", "window", "chunk", "cap-and-sinks"],
+)
+def test_a_context_in_pieces(scores: dict[str, Any], rows: Rows) -> None:
+    step = KernelStep(rows, kv_heads=1, group=4, **scores)
     step.check()
     metadata = step.metadata()
     attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
-    pieces = attention._pieces(metadata, step.q.shape[0], AttentionPattern(window=window))  # type: ignore[attr-defined]
+    pieces = attention._pieces(metadata, step.q.shape[0], step.pattern)  # type: ignore[attr-defined]
     assert (pieces.leaders >= 0).any()
 
 
@@ -219,7 +246,7 @@ def test_of_many_rows_those_are_cut_that_are_long_beside_the_others(contexts: li
     assert whole.sum() == (19 if contexts[-1] > contexts[0] else 20)
     assert whole.all() == (contexts[-1] == contexts[0])
     k, v = step.new(step.keys), step.new(step.values)
-    out = attention.forward(step.q, k, v, step.cache(), metadata, step.dim**-0.5, CAUSAL)
+    out = attention.forward(step.q, k, v, step.cache(), metadata, step.layer())
     torch.testing.assert_close(out, step.expected(), rtol=TOLERANCE[step.dtype], atol=TOLERANCE[step.dtype])
 
 
@@ -248,7 +275,7 @@ def test_heads_are_normed_and_rotated_on_the_way() -> None:
     qkv = torch.cat((step.q, step.new(step.keys), step.new(step.values)), 1)
     attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
     cache = step.cache()
-    out = attention.forward_rotary(qkv, rotary, cache, step.metadata(), step.dim**-0.5, CAUSAL)
+    out = attention.forward_rotary(qkv, rotary, cache, step.metadata(), step.layer())
     turned = qkv[:, :6].float() * rotary.cos.float() + qkv[:, :6].float().roll(step.dim // 2, -1) * rotary.sin.float()
     step.q = turned[:, :4].to(step.dtype)
     new = turned[:, 4:].to(step.dtype).split([count for count, _ in step.rows])
@@ -270,6 +297,7 @@ def test_without_a_gpu_the_interpreter_must_be_asked_for(monkeypatch: pytest.Mon
     ("kv_heads", "group", "dim"), [(8, 2, 128), (8, 4, 128), (2, 7, 64), (12, 1, 64), (4, 8, 96), (1, 16, 80)]
 )
 def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dtype: torch.dtype) -> None:
+    limits: dict[str, Any] = {"soft_cap": 1.2, "with_sinks": True} if window else {}
     random = np.random.default_rng(1)
     decode = [(1, int(length)) for length in random.integers(1, 6000, 40)] + [(1, 0)] * 3
     chunks = [
@@ -277,7 +305,7 @@ def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dt
         for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
     ]
     for rows in (decode, [(1, 30000)], [(2048, 2048)], [(100, 20000)], decode + chunks):
-        KernelStep(rows, kv_heads, group, dim, 16, dtype, AttentionPattern(window=window)).check()
+        KernelStep(rows, kv_heads, group, dim, 16, dtype, AttentionPattern(window=window), **limits).check()
 
 
 @pytest.mark.gpu
@@ -308,10 +336,10 @@ def test_a_recording_reads_the_lengths_in_memory() -> None:
     metadata, cache = first.metadata(), first.cache()
     attention = find_backend("triton").attention(first.shape, 4, first.dtype, DEVICE)
     k, v = first.new(first.keys), first.new(first.values)
-    attention.forward(first.q, k, v, cache, metadata, 0.125, CAUSAL)  # compiled before it is recorded
+    attention.forward(first.q, k, v, cache, metadata, first.layer())  # compiled before it is recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.forward(first.q, k, v, cache, metadata, 0.125, CAUSAL)
+        out = attention.forward(first.q, k, v, cache, metadata, first.layer())
     whole_keys, whole_values = first.keys, first.values
     for contexts in ([3000, 17, 1, 0], [2000, 9, 0, 0], [513, 16, 1, 0]):
         first.rows = [(1, context) for context in contexts]

@@ -30,7 +30,11 @@ def attend(
     reaches: tuple[int, int] = (-1, 0),
     bias_reach: int = 0,
     fp8: bool = False,
+    *,
+    chunk: int = 0,
+    limited: bool = False,
 ) -> KernelVariant:
+    """`limited`: by a soft cap and sinks."""
     short, name = NAMES[dtype]
     signature = {
         **dict.fromkeys(("q", "out"), f"*{short}"),
@@ -47,6 +51,7 @@ def attend(
         "BLOCK_SIZE": 16,
         "BEFORE": reaches[0],
         "AFTER": reaches[1],
+        "CHUNK": chunk,
         "REACH": bias_reach,
         "BLOCK_M": choice.block_m,
         "BLOCK_Q": 1 if kind == "decode" else choice.block_m // group,
@@ -59,11 +64,15 @@ def attend(
         signature["bias"] = "*fp32"
     else:
         constants["bias"] = None
+    if limited:
+        signature |= {"sinks": "*fp32", "soft_cap": "fp32"}
+    else:
+        constants |= {"sinks": None, "soft_cap": None}
     pointers = tuple(parameter for parameter, kind in signature.items() if kind[0] == "*")
     return KernelVariant(MODULE, "attend", signature, constants, choice.warps, choice.stages, (*pointers, "q_stride"))
 
 
-def plan(rows: int, block_q: int, reaches: tuple[int, int] = (-1, 0)) -> KernelVariant:
+def plan(rows: int, block_q: int, reaches: tuple[int, int] = (-1, 0), chunk: int = 0) -> KernelVariant:
     signature = {
         **dict.fromkeys(("query_start", "context_lens", "slots", "records", "leaders", "scratch"), "*i32"),
         **dict.fromkeys(("num_rows", "num_pieces", "share"), "i32"),
@@ -71,6 +80,7 @@ def plan(rows: int, block_q: int, reaches: tuple[int, int] = (-1, 0)) -> KernelV
     constants = {
         "BEFORE": reaches[0],
         "AFTER": reaches[1],
+        "CHUNK": chunk,
         "BLOCK_Q": block_q,
         "TILE": 64,
         "MIN_TILES": 8,
@@ -80,7 +90,7 @@ def plan(rows: int, block_q: int, reaches: tuple[int, int] = (-1, 0)) -> KernelV
     return KernelVariant(MODULE, "plan", signature, constants)
 
 
-def combine(dim: int, group: int) -> KernelVariant:
+def combine(dim: int, group: int, limited: bool = False) -> KernelVariant:
     signature = {"records": "*i32", "leaders": "*i32", "out": "*bf16", "partials": "*fp32", "partial_sums": "*fp32"}
     constants = {
         "KV_HEADS": 8,
@@ -90,6 +100,10 @@ def combine(dim: int, group: int) -> KernelVariant:
         "BLOCK_D": 1 << (dim - 1).bit_length(),
         "BLOCK_M": 16,
     }
+    if limited:
+        signature["sinks"] = "*fp32"
+    else:
+        constants["sinks"] = None
     return KernelVariant(MODULE, "combine", signature, constants, aligned=("out", "partials"))
 
 
@@ -165,3 +179,27 @@ def test_odd_shapes_compile(
         for kind in ("decode", "prefill")
     ]
     check([*variants, plan(1024, 128 // group, reaches), combine(dim, group)], 64, 90)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("dim", "group", "chunk", "limited"), [(256, 2, 0, True), (64, 8, 0, True), (128, 5, 8192, False)]
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_caps_sinks_and_chunks_compile(dim: int, group: int, chunk: int, limited: bool, capability: int) -> None:
+    """The heads of Gemma 2, gpt-oss and Llama 4."""
+    reaches = (chunk - 1, 0)
+    variants = [
+        attend(
+            kind,
+            candidates(kind, dim, group, torch.bfloat16)[0],
+            dim,
+            group,
+            torch.bfloat16,
+            reaches,
+            chunk=chunk,
+            limited=limited,
+        )
+        for kind in ("decode", "prefill")
+    ]
+    check([*variants, plan(1024, 128 // group, reaches, chunk), combine(dim, group, limited)], 0, capability)

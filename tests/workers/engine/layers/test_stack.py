@@ -24,10 +24,10 @@ ROPES = [Rotary(RopeConfig(theta, "default", {}, 64), DIM, 64, torch.float32, CP
 class AllSeeAll:
     """Attention of one text, without a mask."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
 
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:
         q, k, v = qkv.split(HEADS, 1)
         return self(layer, *(rotate(x, rotary.cos, rotary.sin) for x in (q, k)), v)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from tests.workers.engine.layers.head_norms import KINDS, head_norms
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import Attention, AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
 from workers.engine.layers.rotary import RopeConfig, Rotary
 from workers.engine.native.attention import CpuAttention
 
@@ -64,6 +64,8 @@ class NativeStep:
     pattern: AttentionPattern = CAUSAL
     seed: int = 3
     reach: int | None = None  # of a bias
+    soft_cap: float | None = None
+    with_sinks: bool = False
 
     def __post_init__(self) -> None:
         print(f"seed {self.seed}")
@@ -79,6 +81,7 @@ class NativeStep:
             self.tables[row, :number] = [next(free) for _ in range(number)]
         heads = self.kv_heads * self.group
         self.bias = None if self.reach is None else torch.randn(heads, 2 * self.reach + 1)
+        self.sinks = torch.randn(heads) * 2 if self.with_sinks else None
         self.q = [self._random(count, self.kv_heads * self.group) for count, _ in self.rows]
         self.keys = [self._random(context, self.kv_heads, self.numbers.cache) for _, context in self.rows]
         self.values = [self._random(context, self.kv_heads, self.numbers.cache) for _, context in self.rows]
@@ -89,6 +92,10 @@ class NativeStep:
 
     def attention(self) -> Attention:
         return find_backend("cpu").attention(self.shape, self.kv_heads * self.group, self.numbers.dtype, CPU)
+
+    def layer(self) -> AttentionShape:
+        heads, scale = self.kv_heads * self.group, self.dim**-0.5
+        return AttentionShape(heads, self.kv_heads, self.dim, scale, self.pattern, soft_cap=self.soft_cap)
 
     def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
         """For spans (row, first, last) of tokens computed together."""
@@ -119,20 +126,28 @@ class NativeStep:
                 else self._random(sum(b for _, _, b in spans), len(self.q[0][0]))
             )
             k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (self.keys, self.values))
-            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, self.pattern, self.bias)
+            out = attention.forward(q, k, v, cache, self.metadata(spans), self.layer(), self.sinks, self.bias)
         return list(out.split([b - a for _, a, b in now]))
 
     def expected(self, row: int) -> Tensor:
         count, context = self.rows[row]
         keys, values = (of[row].double().repeat_interleave(self.group, 1) for of in (self.keys, self.values))
-        ahead, pattern = torch.arange(context) - torch.arange(context - count, context)[:, None], self.pattern
+        queries, pattern = torch.arange(context - count, context)[:, None], self.pattern
+        ahead = torch.arange(context) - queries
         seen = (-ahead <= (context if pattern.before is None else pattern.before)) & (
             ahead <= (context if pattern.after is None else pattern.after)
         )
+        if pattern.chunk is not None:
+            seen &= torch.arange(context) // pattern.chunk == queries // pattern.chunk
         scores = torch.einsum("qhd,khd->hqk", self.q[row].double(), keys) * self.dim**-0.5
+        if self.soft_cap is not None:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
         if self.bias is not None and self.reach is not None:
             scores += self.bias[:, ahead.clamp(-self.reach, self.reach) + self.reach]
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, count, 1)), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :context], values)
 
     def check(self) -> None:
         for row, got in enumerate(self.attended()):
@@ -143,12 +158,23 @@ class NativeStep:
 
 
 @each_kind
-@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {},
+        {"pattern": AttentionPattern(window=5)},
+        {"pattern": AttentionPattern(window=100), "with_sinks": True},
+        {"pattern": AttentionPattern(chunk=24)},
+        {"pattern": AttentionPattern(chunk=300), "soft_cap": 1.2, "with_sinks": True},
+        {"soft_cap": 50.0},
+    ],
+    ids=["all", "window", "window-and-sinks", "chunk", "chunk-cap-and-sinks", "cap"],
+)
 @pytest.mark.parametrize(
     ("dim", "group", "block_size"), [(64, 1, 16), (64, 3, 32), (80, 4, 16), (128, 8, 8), (12, 2, 7), (17, 1, 16)]
 )
-def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, numbers: Numbers) -> None:
-    NativeStep(DECODE + MIXED, 2, group, dim, block_size, numbers, AttentionPattern(window=window)).check()
+def test_mixed_rows(dim: int, group: int, block_size: int, scores: dict[str, Any], numbers: Numbers) -> None:
+    NativeStep(DECODE + MIXED, 2, group, dim, block_size, numbers, **scores).check()
 
 
 @each_kind
@@ -157,8 +183,10 @@ def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, n
 def test_whole_texts_seen_to_both_sides(
     dim: int, group: int, block_size: int, window: int | None, numbers: Numbers
 ) -> None:
-    for reach in (None, 20):
-        NativeStep(TEXTS, 2, group, dim, block_size, numbers, AttentionPattern(False, window), reach=reach).check()
+    pattern = AttentionPattern(False, window)
+    NativeStep(TEXTS, 2, group, dim, block_size, numbers, pattern).check()
+    limits: dict[str, Any] = {"soft_cap": 1.2, "with_sinks": True}
+    NativeStep(TEXTS, 2, group, dim, block_size, numbers, pattern, reach=20, **limits).check()
 
 
 @each_kind
@@ -178,22 +206,32 @@ def test_more_queries_to_a_head_than_a_tile_has(numbers: Numbers) -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 def test_every_shape(dim: int, group: int, block_size: int, numbers: Numbers) -> None:
     for seed, window in enumerate([None, 1, 7, 16, 33, 300]):
-        NativeStep(
-            DECODE + MIXED + LONG, 2, group, dim, block_size, numbers, AttentionPattern(True, window), seed
-        ).check()
+        kind, rows = seed + dim // 16 + group, DECODE + MIXED + LONG
+        limits: dict[str, Any] = {"soft_cap": (None, 1.2, 30.0)[kind % 3], "with_sinks": kind % 2 == 0}
+        for pattern in (AttentionPattern(window=window), AttentionPattern(chunk=window)):
+            NativeStep(rows, 2, group, dim, block_size, numbers, pattern, seed, **limits).check()
         texts = [(context, context) for _, context in DECODE + MIXED]
-        rows = (texts, MIXED + LONG)[(seed + dim // 16 + group) % 2]
+        rows = (texts, MIXED + LONG)[kind % 2]
         reach = (None, 9, 3000)[seed % 3]  # of a bias
-        NativeStep(rows, 2, group, dim, block_size, numbers, AttentionPattern(False, window), seed, reach).check()
+        NativeStep(
+            rows, 2, group, dim, block_size, numbers, AttentionPattern(False, window), seed, reach, **limits
+        ).check()
 
 
 @each_kind
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("limits", [{}, {"soft_cap": 1.2, "with_sinks": True}], ids=["plain", "cap-and-sinks"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(AttentionPattern(causal, window) for causal in (True, False) for window in (None, 40)),
+        AttentionPattern(chunk=90),
+    ],
+    ids=["before", "window", "all", "both-sides", "chunk"],
+)
 def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(
-    causal: bool, window: int | None, numbers: Numbers
+    pattern: AttentionPattern, limits: dict[str, Any], numbers: Numbers
 ) -> None:
-    step = NativeStep(DECODE + MIXED, 2, 3, pattern=AttentionPattern(causal, window), numbers=numbers)
+    step = NativeStep(DECODE + MIXED, 2, 3, pattern=pattern, numbers=numbers, **limits)
     together = step.attended(threads=1)
     for threads in (2, 3):
         assert all(map(torch.equal, step.attended(threads), together))
@@ -223,7 +261,7 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
         ([(0, shared, shared + count), (1, shared - 1, shared)], torch.cat(step.q)),
     ):
         k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (step.keys, step.values))
-        out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, CAUSAL)
+        out = attention.forward(q, k, v, cache, step.metadata(spans), step.layer())
     for row, got in enumerate(out.split([count, 1])):
         assert (got.double() - step.expected(row)).abs().max() < TOLERANCE[numbers.dtype]
 
@@ -252,24 +290,33 @@ def test_only_what_others_see_in_the_same_step_is_written_ahead() -> None:
     assert written_ahead([(1, 32), (1, 32)], {(0, 1): 1}) == [0, 0, 0]
 
 
-def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:
-    whole = NativeStep([(300, 300)], 2, 3, pattern=AttentionPattern(window=50))
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"pattern": AttentionPattern(window=50)},
+        {"pattern": AttentionPattern(chunk=70)},
+        {"soft_cap": 1.2, "with_sinks": True},
+    ],
+    ids=["window", "chunk", "cap-and-sinks"],
+)
+def test_the_parts_of_a_prompt_are_what_the_whole_is(scores: dict[str, Any]) -> None:
+    whole = NativeStep([(300, 300)], 2, 3, **scores)
     expected = whole.attended()[0]
-    part = NativeStep([(170, 300)], 2, 3, pattern=AttentionPattern(window=50))
-    part.keys, part.values, part.q = whole.keys, whole.values, [whole.q[0][130:]]
+    part = NativeStep([(170, 300)], 2, 3, **scores)
+    part.keys, part.values, part.q, part.sinks = whole.keys, whole.values, [whole.q[0][130:]], whole.sinks
     assert torch.equal(part.attended()[0], expected[130:])
 
 
-def test_a_row_without_context_gets_zeros() -> None:
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-200.0, -200.0])], ids=["no-sinks", "sinks"])
+def test_a_row_without_context_gets_zeros(sinks: Tensor | None) -> None:
     step = NativeStep([(1, 20), (1, 9)])
     attention = step.attention()
     cache = attention.new_cache(1)[0]
     metadata = AttentionMetadata(
         torch.tensor([16, 0]), np.array([0, 1, 2], np.int32), np.array([1, 0], np.int32), np.array([[1], [0]], np.int32)
     )
-    out = attention.forward(
-        *torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16), cache, metadata, 1.0, AttentionPattern()
-    )
+    tensors = torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16)
+    out = attention.forward(*tensors, cache, metadata, step.layer(), sinks)
     assert torch.equal(out[0], torch.full((2, 64), 2.0, dtype=torch.bfloat16))
     assert not out[1].any()
 
@@ -283,7 +330,7 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
     for tensors in ([q, k, v], by_head, fused):
         attention = step.attention()
         metadata = step.metadata([(0, 0, 40), (1, 0, 1)])
-        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, CAUSAL))
+        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, step.layer()))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
@@ -305,7 +352,7 @@ def test_norm_and_rotation(numbers: Numbers, dim: int, block_size: int, norms: s
     for backend in ("cpu", "torch"):
         attention = find_backend(backend).attention(step.shape, 6, dtype, CPU)
         cache = attention.new_cache(1)[0]
-        out = attention.forward_rotary(qkv, rotary, cache, step.metadata(spans), dim**-0.5, CAUSAL)
+        out = attention.forward_rotary(qkv, rotary, cache, step.metadata(spans), step.layer())
         outs.append(out.float())
     assert (outs[0] - outs[1]).abs().max() < (1e-5 if numbers == FLOAT32 else 6e-2)
 

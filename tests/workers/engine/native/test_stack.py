@@ -67,7 +67,11 @@ class Model:
         patterns, self.steps = (BOTH_SIDES, TEXTS) if self.encodes else (PATTERNS, STEPS)
         if family == "gpt2":
             kv_heads = heads
-        shapes = [AttentionShape(heads, kv_heads, dim, *each) for each in zip(SCALES, patterns, strict=True)]
+        limited = family == "qwen3"  # also by sinks
+        shapes = [
+            AttentionShape(heads, kv_heads, dim, *each, soft_cap=1.5 if limited else None)
+            for each in zip(SCALES, patterns, strict=True)
+        ]
         ops, queries, keys = NativeOps(), heads * dim, kv_heads * dim
         self.layers = [
             DecoderLayer(
@@ -77,6 +81,7 @@ class Model:
                     ops.linear(random(HIDDEN, queries, width=0.2), None),
                     *(RMSNorm(*self.named(dim)) for _ in range(2 * self.head_norms)),
                     rotation=self.encodes * layer % 2,
+                    sinks=torch.randn(heads) if limited else None,
                 ),
                 MlpPart(
                     ops.gated_linear(random(2 * WIDTH, HIDDEN, width=0.2), None, "silu")

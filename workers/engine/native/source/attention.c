@@ -121,10 +121,11 @@ static part_runner *const attenders[] = {attend_floats, attend_pairs, attend_flo
 
 /* Writes k and v to the cache, then attend q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of
    head_dim numbers each, with the step's strides; out [num_tokens][heads][head_dim]. With a rotation, queries and keys
-   are turned first and, where there are norms, normed before or after that. */
+   are turned first and, where there are norms, normed before or after that. Scores are limited to the soft cap, if it is
+   not 0; sinks [heads], if there are any, are scores without values. */
 void attend_layer(const attention_step *step, const head_rotation *rotation, uint32_t *cache, const void *q,
                   const void *k, const void *v, void *out, const norm_weights *query_norm,
-                  const norm_weights *key_norm, float scale) {
-    attention_layer layer = {step, rotation, cache, q, k, v, query_norm, key_norm, out, scale};
+                  const norm_weights *key_norm, float scale, float soft_cap, const float *sinks) {
+    attention_layer layer = {step, rotation, cache, q, k, v, query_norm, key_norm, out, scale, soft_cap, sinks};
     run_parts(attenders[step->mode], &layer, step->shares);
 }

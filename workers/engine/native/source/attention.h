@@ -29,6 +29,7 @@ struct attention_step {
     int32_t mode; /* FLOATS, PAIRS or FLOATS_BY_PAIRS (lanes.h) */
     int32_t heads, kv_heads, head_dim, block_size;
     int32_t before, after; /* tokens to either side of its own that a query sees at most; far more than any row has */
+    int32_t chunk;         /* tokens of a chunk, before which a query sees none; 0 for no chunks */
     int32_t num_tokens, num_rows, max_blocks;
     int32_t shares;             /* into which the work is cut */
     int32_t together;           /* heads of keys that a tile of few queries takes */
@@ -60,7 +61,8 @@ typedef struct {
     const void *q, *k, *v;
     const norm_weights *query_norm, *key_norm; /* NULL for none */
     void *out;
-    float scale;
+    float scale, soft_cap; /* no cap: 0 */
+    const float *sinks;    /* [heads], NULL for none */
 } attention_layer;
 
 typedef struct {
@@ -137,6 +139,11 @@ ALWAYS_INLINE ptrdiff_t value_words(ptrdiff_t head_dim) {
 
 ALWAYS_INLINE ptrdiff_t panel_words(ptrdiff_t head_dim, int mode) {
     return key_words(head_dim, mode) * PANEL + PANEL / word_numbers(mode) * value_words(head_dim);
+}
+
+/* The first token that a query sees. */
+ALWAYS_INLINE ptrdiff_t oldest_seen(const attention_step *step, ptrdiff_t position) {
+    return step->chunk ? position - position % step->chunk : at_least(position - step->before, 0);
 }
 
 /* Floats of what one tile of a row whose keys are cut leaves for one head: sums, tops and totals. */

@@ -14,7 +14,7 @@ typedef struct {
     const uint32_t *panel, *queries; /* queries [ROWS][query_words] */
     float *sums, *total, *top;       /* [ROWS][value_words], [ROWS][LANES], [ROWS] */
     ptrdiff_t steps, size;           /* key_words, value_words */
-    float factor;
+    float factor, inner;             /* of scores; of what is capped, before it is */
     ptrdiff_t count;                    /* of the panel's tokens that exist */
     ptrdiff_t oldest[ROWS], end[ROWS];  /* those that each query sees, counted in the panel */
 } meeting;
@@ -59,13 +59,16 @@ ALWAYS_INLINE void score_panel(int rows, const meeting *m, lanes scores[ROWS][VE
         }
 }
 
-/* Turns a query's scores into weights. `whole`: the panel exists, and is seen, as a whole. */
-ALWAYS_INLINE void weigh_panel(int i, int whole, const meeting *m, lanes scores[VECTORS], uint32_t *weights, int mode) {
+/* How a panel is seen: as a whole, which exists; in part; or in part, with capped scores. */
+enum { IN_PART, WHOLE, CAPPED };
+
+/* Turns a query's scores into weights. */
+ALWAYS_INLINE void weigh_panel(int i, int seen, const meeting *m, lanes scores[VECTORS], uint32_t *weights, int mode) {
     lanes most = all(-INFINITY);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
-        scores[v] *= m->factor;
-        if (!whole)
+        scores[v] = (seen == CAPPED ? tanh_lanes(scores[v] * m->inner) : scores[v]) * m->factor;
+        if (seen != WHOLE)
             scores[v] = choose(between(v * LANES, m->oldest[i], m->end[i]), scores[v], all(-INFINITY));
         most = larger(most, scores[v]);
     }
@@ -75,7 +78,7 @@ ALWAYS_INLINE void weigh_panel(int i, int whole, const meeting *m, lanes scores[
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
         lanes weight = exp2_lanes(scores[v] - base);
-        if (!whole)
+        if (seen != WHOLE)
             weight = choose(between(v * LANES, m->oldest[i], m->end[i]), weight, (lanes){0});
         total += weight;
         store_weights((float *)weights, v, weight, mode);
@@ -92,14 +95,14 @@ ALWAYS_INLINE void add_columns(int rows, int columns, const uint32_t *weights, c
     store_sums(rows, columns, m->sums + first, m->size, sums);
 }
 
-ALWAYS_INLINE void gather(int rows, int whole, const meeting *m, int mode) {
+ALWAYS_INLINE void gather(int rows, int seen, const meeting *m, int mode) {
     lanes scores[ROWS][VECTORS];
     uint32_t weights[ROWS][PANEL];
     score_panel(rows, m, scores, mode);
 #pragma GCC unroll 4
     for (int i = 0; i < rows; i++)
-        weigh_panel(i, whole, m, scores[i], weights[i], mode);
-    ptrdiff_t first = 0, count = whole ? PANEL : m->count;
+        weigh_panel(i, seen, m, scores[i], weights[i], mode);
+    ptrdiff_t first = 0, count = seen == WHOLE ? PANEL : m->count;
     for (; first + COLUMNS * LANES <= m->size; first += COLUMNS * LANES)
         add_columns(rows, COLUMNS, weights[0], m, count, first, mode);
     for (; first < m->size; first += LANES)
@@ -109,10 +112,13 @@ ALWAYS_INLINE void gather(int rows, int whole, const meeting *m, int mode) {
 /* A function for each case, so that each has the registers for itself. */
 #define GATHER(name, rows, mode)                         \
     NEVER_INLINE void name(const meeting *m) {           \
-        gather(rows, 1, m, mode);                        \
+        gather(rows, WHOLE, m, mode);                    \
     }                                                    \
     NEVER_INLINE void name##_in_part(const meeting *m) { \
-        gather(rows, 0, m, mode);                        \
+        gather(rows, IN_PART, m, mode);                  \
+    }                                                    \
+    NEVER_INLINE void name##_capped(const meeting *m) {  \
+        gather(rows, CAPPED, m, mode);                   \
     }
 #define AT_MOST_ROWS(n) ((n) < ROWS ? (n) : ROWS)
 #define GATHERERS(of, mode)                      \
@@ -126,13 +132,14 @@ GATHERERS(floats_by_pairs, FLOATS_BY_PAIRS)
 
 typedef void gatherer(const meeting *m);
 
-/* By the mode, by the number of queries, and by whether the panel is seen as a whole. */
-#define OF_EACH_NUMBER(of)                                                                 \
-    {                                                                                      \
-        {gather_1_##of##_in_part, gather_1_##of}, {gather_2_##of##_in_part, gather_2_##of}, \
-        {gather_3_##of##_in_part, gather_3_##of}, {gather_4_##of##_in_part, gather_4_##of}, \
+/* By the mode, by the number of queries, and by how the panel is seen. */
+#define OF_EACH_WAY(of) {of##_in_part, of, of##_capped}
+#define OF_EACH_NUMBER(of)                                          \
+    {                                                               \
+        OF_EACH_WAY(gather_1_##of), OF_EACH_WAY(gather_2_##of),     \
+        OF_EACH_WAY(gather_3_##of), OF_EACH_WAY(gather_4_##of),     \
     }
-static gatherer *const gatherers[][4][2] = {
+static gatherer *const gatherers[][4][3] = {
     OF_EACH_NUMBER(floats), OF_EACH_NUMBER(pairs), OF_EACH_NUMBER(floats_by_pairs)
 };
 
@@ -144,7 +151,7 @@ ALWAYS_INLINE int see(const attention_step *step, const tile *t, const row_plan 
     int whole = m->count == PANEL;
     for (ptrdiff_t i = 0; i < rows; i++) {
         ptrdiff_t position = plan->start + (t->first + first + i) / group;
-        m->oldest[i] = position - step->before - at;
+        m->oldest[i] = oldest_seen(step, position) - at;
         m->end[i] = at_most(position + 1 - at, m->count);
         whole &= m->oldest[i] <= 0 && m->end[i] == PANEL;
     }
@@ -158,10 +165,13 @@ ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, con
     ptrdiff_t steps = key_words(step->head_dim, mode), size = value_words(step->head_dim),
         beside = block_words(step, mode);
     int whole = in_panels(step->head_dim, step->block_size);
-    meeting m = {.steps = steps, .size = size, .factor = layer->scale * LOG2_E, .count = at_most(PANEL, t->end - at)};
+    float cap = layer->soft_cap;
+    meeting m = {.steps = steps, .size = size, .factor = (cap ? cap : layer->scale) * LOG2_E,
+                 .inner = cap ? layer->scale / cap : 0, .count = at_most(PANEL, t->end - at)};
     for (ptrdiff_t first = 0; first < t->count; first += ROWS) {
         ptrdiff_t rows = at_most(ROWS, t->count - first);
-        gatherer *add = gatherers[mode][rows - 1][see(step, t, plan, first, rows, at, &m)];
+        int whole_panel = see(step, t, plan, first, rows, at, &m);
+        gatherer *add = gatherers[mode][rows - 1][cap ? CAPPED : whole_panel ? WHOLE : IN_PART];
         m.panel = find_panel(layer, t->row, t->head, at, m.count, work->panels, mode);
         for (ptrdiff_t head = 0, query = first; head < t->heads; head++, query += t->count) {
             if (head > 0)

@@ -136,6 +136,13 @@ static scorer *const scorers[] = {score_floats, score_pairs, score_floats_by_pai
 static weigher *const weighers[] = {weigh_floats, weigh_pairs, weigh_floats_by_pairs};
 static value_adder *const value_adders[] = {add_values_floats, add_values_pairs, add_values_floats_by_pairs};
 
+/* Caps scores of ROWS queries that are yet to be multiplied with `scale`: those left are to be with the cap. */
+NEVER_INLINE void cap_scores(ptrdiff_t columns, float scale, float cap, float *scores) {
+    for (ptrdiff_t r = 0; r < ROWS; r++)
+        for (ptrdiff_t at = r * KEYS, c = 0; c < columns; c++, at += LANES)
+            store(scores + at, tanh_lanes(load(scores + at) * (scale / cap)));
+}
+
 /* Adds to the scores of the tile's `rows` queries from query `i` on, with keys from `first` on, what is added by their
    places. Scores are yet to be multiplied with `scale`. */
 NEVER_INLINE void add_bias(const attention_step *step, const tile *t, const row_plan *plan, ptrdiff_t i, ptrdiff_t rows,
@@ -176,14 +183,19 @@ ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *wo
         float *sums = work->sums + i * keys.size;
         ptrdiff_t from[ROWS] = {0}, to[ROWS] = {0};
         for (ptrdiff_t r = 0; r < rows; r++) {
-            ptrdiff_t position = plan->start + (t->first + i + r) / group - first;
-            from[r] = at_most(at_least(position - step->before, 0), KEYS);
-            to[r] = at_most(at_least(position + 1 + step->after, 0), keys.count);
+            ptrdiff_t position = plan->start + (t->first + i + r) / group;
+            from[r] = at_most(at_least(oldest_seen(step, position) - first, 0), KEYS);
+            to[r] = at_most(at_least(position + 1 + step->after - first, 0), keys.count);
         }
         scorers[mode](queries, &keys, columns, work->scores);
+        float scale = layer->scale;
+        if (layer->soft_cap) {
+            cap_scores(columns, scale, layer->soft_cap, work->scores);
+            scale = layer->soft_cap;
+        }
         if (step->bias)
-            add_bias(step, t, plan, i, rows, first, columns, layer->scale, work->scores);
-        weighers[mode](work->scores, columns, from, to, layer->scale * LOG2_E, work->top + i, work->total + i * LANES,
+            add_bias(step, t, plan, i, rows, first, columns, scale, work->scores);
+        weighers[mode](work->scores, columns, from, to, scale * LOG2_E, work->top + i, work->total + i * LANES,
                        sums, keys.size);
         value_adders[mode]((uint32_t *)work->scores, &keys, count, sums);
     }

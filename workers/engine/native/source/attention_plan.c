@@ -11,7 +11,7 @@ row_plan plan_row(const attention_step *step, int32_t row) {
     plan.heads = plan.few ? step->together : 1;
     plan.segments = 1;
     if (plan.tiles == 1) {
-        int32_t begin = (int32_t)at_least(plan.start - step->before, 0);
+        int32_t begin = (int32_t)oldest_seen(step, plan.start);
         plan.first_segment = begin / SEGMENT;
         plan.segments = (int32_t)at_least(parts(plan.context, SEGMENT) - plan.first_segment, 1);
     }
@@ -26,7 +26,7 @@ tile nth_tile(const attention_step *step, const row_plan *plan, int32_t row, int
     t.first = plan->segments > 1 ? 0 : n * TILE;
     t.count = (int32_t)at_most(TILE, plan->queries - t.first);
     int32_t oldest = plan->start + t.first / group, newest = plan->start + (t.first + t.count - 1) / group;
-    t.begin = (int32_t)at_least(oldest - step->before, 0);
+    t.begin = (int32_t)oldest_seen(step, oldest);
     t.end = (int32_t)at_most(at_least(newest + 1 + step->after, 0), plan->context);
     if (plan->segments > 1) {
         int32_t from = (plan->first_segment + n) * SEGMENT;

@@ -45,6 +45,14 @@ NEVER_INLINE void begin_head(const attention_layer *layer, const workspace *work
         work->top[i] = -INFINITY;
 }
 
+/* What the weighted values of a query of head `head`, summed up below `top`, are multiplied with. */
+static float share_of(const attention_layer *layer, ptrdiff_t head, float top, float total) {
+    if (!layer->sinks)
+        return total == 0 ? 0 : 1 / total;
+    float sink = layer->sinks[head] * LOG2_E, most = sink > top ? sink : top, fade = exp2_of(top - most);
+    return fade / (total * fade + exp2_of(sink - most));
+}
+
 /* The sums of one head's queries into the result, or into the segment's place among the partial ones: its sums, tops
    and totals. */
 NEVER_INLINE void finish_head(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
@@ -62,12 +70,13 @@ NEVER_INLINE void finish_head(const attention_layer *layer, const workspace *wor
         return;
     }
     for (ptrdiff_t i = 0; i < t->count; i++) {
-        ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group;
-        float *sums = work->sums + i * size, total = added_up(load(work->total + i * LANES)),
-            scale = total == 0 ? 0 : 1 / total;
+        ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group,
+            of = head * group + (t->first + i) % group;
+        float *sums = work->sums + i * size,
+            share = share_of(layer, of, work->top[i], added_up(load(work->total + i * LANES)));
         for (ptrdiff_t c = 0; c < size; c += LANES)
-            store(sums + c, load(sums + c) * scale);
-        ptrdiff_t place = token * step->heads + head * group + (t->first + i) % group;
+            store(sums + c, load(sums + c) * share);
+        ptrdiff_t place = token * step->heads + of;
         narrow((char *)layer->out + place * step->head_dim * number_bytes(mode), sums, step->head_dim, mode == PAIRS);
     }
 }
@@ -92,11 +101,11 @@ ALWAYS_INLINE void combine(const attention_layer *layer, const workspace *work, 
         for (ptrdiff_t c = 0; c < size; c += LANES)
             store(sums + c, load(sums + c) + load(from + query * size + c) * share);
     }
-    float scale = total == 0 ? 0 : 1 / total;
+    ptrdiff_t token = step->query_start[row] + query / group, of = head * group + query % group;
+    float share = share_of(layer, of, top, total);
     for (ptrdiff_t c = 0; c < size; c += LANES)
-        store(sums + c, load(sums + c) * scale);
-    ptrdiff_t token = step->query_start[row] + query / group;
-    ptrdiff_t place = token * step->heads + head * group + query % group;
+        store(sums + c, load(sums + c) * share);
+    ptrdiff_t place = token * step->heads + of;
     narrow((char *)layer->out + place * step->head_dim * number_bytes(mode), sums, step->head_dim, mode == PAIRS);
 }
 

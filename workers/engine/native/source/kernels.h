@@ -29,6 +29,6 @@ void norm_rows(void *x, const void *residual, const norm_weights *norm, void *y,
                ptrdiff_t stride, int floats, ptrdiff_t threads);
 void attend_layer(const attention_step *step, const head_rotation *rotation, uint32_t *cache, const void *q,
                   const void *k, const void *v, void *out, const norm_weights *query_norm,
-                  const norm_weights *key_norm, float scale);
+                  const norm_weights *key_norm, float scale, float soft_cap, const float *sinks);
 
 #endif

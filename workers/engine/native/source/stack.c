@@ -16,7 +16,8 @@ typedef struct {
     norm_weights query_norm, key_norm;
     const packed_matrix *qkv, *output, *up, *down;
     uint32_t *cache;
-    float scale;
+    const float *sinks; /* [heads]; NULL for none */
+    float scale, soft_cap; /* no cap: 0 */
     int32_t step, rotation; /* which of the steps and rotations are its own: layers of one pattern share a step */
 } decoder_layer;
 
@@ -96,7 +97,8 @@ static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_
     pass->failed |= packed_matmul(layer->qkv, x, pass->tokens, pass->wide, stack->threads);
     count(stack, pass, MATRIX);
     attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
-                 pass->wide, keys, values, pass->narrow, &layer->query_norm, &layer->key_norm, layer->scale);
+                 pass->wide, keys, values, pass->narrow, &layer->query_norm, &layer->key_norm, layer->scale,
+                 layer->soft_cap, layer->sinks);
     if (pass->num_needed >= 0 && is_last(stack, layer)) {
         gather_needed(stack, pass, pass->narrow, stack->queries);
         gather_needed(stack, pass, pass->x, stack->hidden);
