@@ -290,7 +290,7 @@ MODELS = {
     ),
     "rope-longrope": TinyModel(1, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": _LONGROPE}),
 }
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma3", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 EACH_MODEL = [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.proof) for name in MODELS]
 
 
@@ -330,7 +330,7 @@ _WITH_LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
 _OF_IMAGES = "AutoModelForImageTextToText"
 WITH_IMAGES = {
     "gemma3-images": TinyModel(
-        1,
+        2,
         0.22,
         "Gemma3Config",
         {
@@ -354,7 +354,7 @@ WITH_IMAGES = {
     ),
     "qwen2.5-images": TinyModel(
         1,
-        0.3,
+        0.22,
         "Qwen2_5_VLConfig",
         {
             "text_config": _SHAPE
