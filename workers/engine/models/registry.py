@@ -18,6 +18,7 @@ from workers.engine.models import (
     gemma2,
     gemma3,
     gemma4,
+    gemma4_unified,
     gpt2,
     llama,
     ministral,
@@ -54,6 +55,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "GPT2LMHeadModel": Family(gpt2.config, gpt2.build, gpt2.GPT2.prefix, transposed=True),
     "CohereForCausalLM": Family(cohere.config, cohere.build, RotaryDecoder.prefix),
     "Cohere2ForCausalLM": Family(cohere2.config, cohere2.build, RotaryDecoder.prefix),
     "Exaone4ForCausalLM": Family(exaone4.config, exaone4.build, RotaryDecoder.prefix),
@@ -61,7 +63,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(gemma2.config, gemma2.build, RotaryDecoder.prefix),
     "Gemma3ForCausalLM": Family(gemma3.config, gemma3.build, RotaryDecoder.prefix),
     "Gemma4ForCausalLM": Family(gemma4.config, gemma4.build, RotaryDecoder.prefix),
-    "GPT2LMHeadModel": Family(gpt2.config, gpt2.build, gpt2.GPT2.prefix, transposed=True),
+    "Gemma4UnifiedForCausalLM": Family(gemma4_unified.config, gemma4_unified.build, RotaryDecoder.prefix),
     "LlamaForCausalLM": Family(llama.config, llama.build, RotaryDecoder.prefix),
     "MinistralForCausalLM": Family(ministral.config, ministral.build, RotaryDecoder.prefix),
     "Ministral3ForCausalLM": Family(ministral3.config, ministral3.build, RotaryDecoder.prefix),

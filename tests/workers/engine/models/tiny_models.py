@@ -74,13 +74,13 @@ class TinyModel:
 
 MODELS = {
     "cohere": TinyModel(
-        1, 0.3, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 0.5, "tie_word_embeddings": False}
+        1, 0.22, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False}
     ),
     "cohere-biased": TinyModel(
         1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
     ),
     "cohere2": TinyModel(
-        1,
+        3,
         0.22,
         "Cohere2Config",
         _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 1.0, "tie_word_embeddings": False},
@@ -142,6 +142,23 @@ MODELS = {
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB,
             "final_logit_softcapping": 8.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4-unified": TinyModel(
+        1,
+        0.22,
+        "Gemma4UnifiedTextConfig",
+        _SHAPE
+        | {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
             "tie_word_embeddings": False,
         },
     ),
