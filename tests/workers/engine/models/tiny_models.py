@@ -70,6 +70,7 @@ class TinyModel:
     config_class: str
     settings: dict[str, Any]
     auto_class: str = "AutoModelForCausalLM"
+    embedding: float = 0.05  # standard deviation
 
 
 MODELS = {
@@ -89,7 +90,11 @@ MODELS = {
         6, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
     ),
     "exaone4-full": TinyModel(
-        1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+        1,
+        0.22,
+        "Exaone4Config",
+        _SHAPE | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        embedding=1.0,
     ),
     "gemma": TinyModel(1, 0.22, "GemmaConfig", _SHAPE | {"head_dim": 32, "tie_word_embeddings": False}),
     "gemma2": TinyModel(
@@ -203,7 +208,7 @@ MODELS = {
         },
     ),
     "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
-    "olmo2": TinyModel(1, 0.22, "Olmo2Config", _SHAPE),
+    "olmo2": TinyModel(1, 0.22, "Olmo2Config", _SHAPE, embedding=1.0),
     "olmo3": TinyModel(
         1,
         0.22,
@@ -321,6 +326,7 @@ OTHERS = {
             "head_dim": 16,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "bos_token_id": 0,
         },
     ),
     "gpt-neox": TinyModel(
@@ -418,7 +424,7 @@ def make(tiny: TinyModel) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.05 if "wte" in name or "embed" in name else tiny.width)
+                parameter.normal_(0.0, tiny.embedding if "wte" in name or "embed" in name else tiny.width)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
             else:

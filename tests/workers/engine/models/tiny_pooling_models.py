@@ -112,7 +112,9 @@ PADDED = {
         "DebertaV2Model", "DebertaV2Config", _SHAPE | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
     ),
     "camembert": TinyPoolingModel("CamembertModel", "CamembertConfig", _ROBERTA),
-    "cwm": TinyPoolingModel("CwmForCausalLM", "CwmConfig", _DECODER | {"head_dim": 16}, "last", True),
+    "cwm": TinyPoolingModel(
+        "CwmForCausalLM", "CwmConfig", _DECODER | {"head_dim": 16, "bos_token_id": 0}, "last", True
+    ),
     "electra-pair": TinyPoolingModel(
         "ElectraForSequenceClassification", "ElectraConfig", _SHAPE | _ONE, second_text=True, activation="sigmoid"
     ),
