@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.layers.base import HeadNorm, RotaryHeads
+from workers.engine.messages.errors import ModelLoadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,5 +237,10 @@ def _longrope(config: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, f
     scale = scaling.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = torch.tensor(scaling["long_factor" if length > original else "short_factor"], dtype=torch.float32)
+    name = "long_factor" if length > original else "short_factor"
+    factors = torch.tensor(scaling[name], dtype=torch.float32)
+    if factors.shape != (head_dim // 2,):
+        raise ModelLoadError(
+            f"config.json has a {name} of {len(factors)} numbers for RoPE, but a head has {head_dim // 2} rotated pairs"
+        )
     return 1.0 / (factors * config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)), float(scale)
