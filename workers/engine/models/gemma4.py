@@ -34,9 +34,15 @@ def config(raw: Json) -> ModelConfig:
     raw = {**_DEFAULTS, **raw}
     if raw.get("enable_moe_block"):
         raise ModelLoadError("config.json sets enable_moe_block, and experts of Gemma 4 cannot run; use a dense model")
+    if raw.get("num_kv_shared_layers"):
+        raise ModelLoadError(
+            "config.json sets num_kv_shared_layers, and layers cannot share keys yet; use a model without"
+        )
     kinds = _kinds(raw)
     config = gemma_config(raw, 4, 131072, kinds, scalar=1.0)
     layers = tuple(_layer(raw, config.layers[index], kind, index) for index, kind in enumerate(kinds))
+    if len({(layer.kv_heads, layer.head_dim) for layer in layers}) > 1:
+        raise ModelLoadError("config.json gives layers heads of several sizes, which cannot run yet; use another model")
     if raw.get("use_bidirectional_attention") == "all":
         layers = tuple(map(to_both_sides, layers))
     ropes = ropes_by_kind(raw, config.max_position_embeddings, 1e4, 1e6)

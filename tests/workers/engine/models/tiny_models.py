@@ -129,14 +129,13 @@ MODELS = {
         },
     ),
     "gemma4": TinyModel(
-        1,
+        2,
         0.22,
         "Gemma4TextConfig",
         _SHAPE
         | {
-            "head_dim": 16,
+            "head_dim": 32,
             "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
             "attention_k_eq_v": True,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -156,7 +155,7 @@ MODELS = {
         "Gemma4UnifiedTextConfig",
         _SHAPE
         | {
-            "head_dim": 16,
+            "head_dim": 32,
             "global_head_dim": 32,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
