@@ -75,7 +75,11 @@ class TinyModel:
 
 MODELS = {
     "cohere": TinyModel(
-        1, 0.22, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False}
+        1,
+        0.22,
+        "CohereConfig",
+        _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False},
+        embedding=0.5,
     ),
     "cohere-biased": TinyModel(
         1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
@@ -90,7 +94,7 @@ MODELS = {
         6, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
     ),
     "exaone4-full": TinyModel(
-        1,
+        4,
         0.22,
         "Exaone4Config",
         _SHAPE | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
@@ -106,10 +110,11 @@ MODELS = {
             "head_dim": 32,
             "query_pre_attn_scalar": 24,
             "sliding_window": 24,
-            "attn_logit_softcapping": 1.0,
-            "final_logit_softcapping": 4.0,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
             "tie_word_embeddings": False,
         },
+        embedding=0.5,
     ),
     "gemma3": TinyModel(
         2,
@@ -129,8 +134,8 @@ MODELS = {
         },
     ),
     "gemma4": TinyModel(
-        2,
-        0.22,
+        1,
+        0.15,
         "Gemma4TextConfig",
         _SHAPE
         | {
@@ -151,7 +156,7 @@ MODELS = {
     ),
     "gemma4-unified": TinyModel(
         1,
-        0.22,
+        0.15,
         "Gemma4UnifiedTextConfig",
         _SHAPE
         | {
@@ -207,7 +212,7 @@ MODELS = {
         },
     ),
     "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
-    "olmo2": TinyModel(1, 0.22, "Olmo2Config", _SHAPE, embedding=1.0),
+    "olmo2": TinyModel(7, 0.22, "Olmo2Config", _SHAPE, embedding=1.0),
     "olmo3": TinyModel(
         1,
         0.22,
@@ -262,7 +267,7 @@ MODELS = {
         "SmolLM3Config",
         _SHAPE | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24},
     ),
-    "starcoder2": TinyModel(1, 0.4, "Starcoder2Config", _SHAPE | {"sliding_window": 24}),
+    "starcoder2": TinyModel(1, 0.3, "Starcoder2Config", _SHAPE | {"sliding_window": 24}, embedding=0.2),
     "starcoder2-unbiased": TinyModel(
         2, 0.3, "Starcoder2Config", _SHAPE | {"use_bias": False, "tie_word_embeddings": False}
     ),
@@ -317,7 +322,7 @@ EACH_MODEL = [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.p
 
 OTHERS = {
     "cwm": TinyModel(
-        1,
+        2,
         0.22,
         "CwmConfig",
         _SHAPE
