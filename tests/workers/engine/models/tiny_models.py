@@ -53,6 +53,17 @@ _LONGROPE: dict[str, Any] = {
     "short_factor": [1.0 + i / 16 for i in range(8)],
     "long_factor": [2.0 + i / 4 for i in range(8)],
 }
+_GEMMA4: dict[str, Any] = _SHAPE | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "tie_word_embeddings": False,
+}
 _MULTIPLIERS = {
     "attention_multiplier": 0.1,
     "embedding_multiplier": 6.0,
@@ -137,40 +148,24 @@ MODELS = {
         1,
         0.15,
         "Gemma4TextConfig",
-        _SHAPE
+        _GEMMA4
         | {
-            "head_dim": 32,
-            "global_head_dim": 32,
-            "attention_k_eq_v": True,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            },
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB,
             "final_logit_softcapping": 8.0,
-            "tie_word_embeddings": False,
         },
     ),
-    "gemma4-unified": TinyModel(
+    "gemma4-keys-as-values": TinyModel(
         1,
         0.15,
-        "Gemma4UnifiedTextConfig",
-        _SHAPE
-        | {
-            "head_dim": 32,
-            "global_head_dim": 32,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            },
-            "tie_word_embeddings": False,
-        },
+        "Gemma4TextConfig",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     ),
+    "gemma4-unified": TinyModel(1, 0.15, "Gemma4UnifiedTextConfig", _GEMMA4),
     "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
     "gpt2-by-layer": TinyModel(
         2,
