@@ -6,6 +6,7 @@ Weights are read from safetensors only, and code from the checkpoint is never ru
 from __future__ import annotations
 
 import logging
+import re
 
 import torch
 
@@ -20,6 +21,8 @@ from workers.engine.models.registry import Family
 
 logger = logging.getLogger(__name__)
 
+_MTP = re.compile(r"(^|\.)mtp[._]")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Buffers in old checkpoints; they follow from the configuration.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -50,14 +53,37 @@ def load_weights(
     weights = open_weights(checkpoint, dtype, device, ops, parallel)
     model = build_model(checkpoint, weights, max_model_len or config.max_model_len)
     assert isinstance(model, DecoderModel)
+    _log_unused(weights, checkpoint)
+    return model
+
+
+def _log_unused(weights: Weights, checkpoint: ModelCheckpoint) -> None:
+    config = checkpoint.config
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
-    unused = [name for name in weights.unused() if not name.endswith(derived)]
-    if unused:
+    reading = [index for index, layer in enumerate(config.layers) if layer.reads is not None]
+    unread = tuple(f"layers.{index}.self_attn.{part}_" for index in reading for part in ("k", "v"))
+    unused = [
+        name
+        for name in weights.unused()
+        if not name.endswith(derived) and not any(part in name for part in unread)  # of layers that read another's keys
+    ]
+    heads = [name for name in unused if _predicts_several(name, len(config.layers))]
+    others = [name for name in unused if name not in heads]
+    if heads:
+        logger.info("%d tensors of heads for several tokens in %s are left unread", len(heads), checkpoint.folder)
+    if others:
         logger.warning(
             "%s does not use %d tensors of %s, the first is %s",
             config.architecture,
-            len(unused),
+            len(others),
             checkpoint.folder,
-            unused[0],
+            others[0],
         )
-    return model
+
+
+def _predicts_several(name: str, layers: int) -> bool:
+    """Return whether a tensor belongs to a head for several tokens: it is named MTP, or its layer
+    comes after the model's last one.
+    """
+    layer = _LAYER.search(name)
+    return _MTP.search(name) is not None or (layer is not None and int(layer[1]) >= layers)

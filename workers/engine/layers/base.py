@@ -161,8 +161,8 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
-    """The projections of a layer's attention. `query_norm` and `key_norm` apply to each head,
-    `row_norm` to all heads together and before the rotation.
+    """The projections of a layer's attention. `query_norm`, `key_norm` and `value_norm` apply to
+    each head, `row_norm` to all heads together and before the rotation.
 
     `sinks`, float32 [heads], has for each head a score without a value: the other weights of the
     softmax become smaller by it.
@@ -176,6 +176,7 @@ class AttentionPart:
     rotation: int = 0  # index of its rotation among the step's rotations
     norm_after_rotation: bool = False  # of heads
     row_norm: RowNorm | None = None
+    value_norm: HeadNorm | None = None
     sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -186,6 +187,15 @@ class AttentionPart:
 class MlpPart:
     up: Projection  # includes its activation, and the gate if the family's MLP has one
     down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputPart:
+    """What a layer adds from an input of its own: norm(projection(gate(x) * input))."""
+
+    gate: Projection  # includes its activation
+    projection: Projection
+    norm: Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +215,23 @@ class DecoderLayer:
     mlp_result_norm: Norm | None = None
     parallel: bool = False
     factor: float = 1.0  # of the parts' results as they are added
+    layer_input: LayerInputPart | None = None  # comes after the MLP
+    scalar: Tensor | None = None  # [1], a factor of the layer's result with all that came before
 
 
-Stack = Callable[[Tensor, Sequence[Rotation], AttentionContext], Tensor]
-"""Computes hidden states [T, hidden] from embeddings [T, hidden], which may be overwritten.
+class Stack(Protocol):
+    """A sequence of layers."""
 
-The next call may overwrite the result. Hidden states of tokens outside `StepAttention.needed` may
-be undefined. Without rotations, queries and keys are used unchanged.
-"""
+    def __call__(
+        self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext, inputs: Tensor | None = None
+    ) -> Tensor:
+        """Return hidden states [T, hidden] from embeddings [T, hidden], which may be overwritten.
+
+        The next call may overwrite the result. Hidden states of tokens outside
+        `StepAttention.needed` may be undefined. Without rotations, queries and keys are used
+        unchanged. `inputs`, [T, layers, size], are those of layers with a `layer_input`.
+        """
+        ...
 
 
 class Ops(Protocol):

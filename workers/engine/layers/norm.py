@@ -33,6 +33,19 @@ class RMSNorm:
         return self._ops.add_norm(x, residual, self.weight, self.bias, self.eps)
 
 
+class UnweightedNorm:
+    """Root-mean-square norm of each head, without a weight."""
+
+    def __init__(self, weights: Weights, size: int, eps: float) -> None:
+        self.weight = torch.ones(size, dtype=weights.dtype, device=weights.device)
+        self.bias: Tensor | None = None
+        self.eps = eps
+        self._ops = weights.ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.norm(x, self.weight, self.bias, self.eps)
+
+
 class LayerNorm(RMSNorm):
     """Layer norm: RMS norm with mean subtraction and a bias, which is zero if the checkpoint has
     none.

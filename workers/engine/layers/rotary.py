@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.layers.base import HeadNorm, RotaryHeads
+from workers.engine.messages.errors import ModelLoadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,11 @@ class RopeConfig:
     rotated_share: float = 1.0  # of a head's numbers; see `rotary_order`
 
     def rotated(self, head_dim: int) -> int:
-        """Return how many numbers of a head are rotated."""
+        """Return how many numbers of a head are rotated, some of them by no angle if the kind is
+        "proportional".
+        """
+        if self.kind == "proportional":
+            return head_dim
         return int(head_dim * self.rotated_share)
 
     @property
@@ -149,6 +154,10 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple
     if config.kind == "dynamic":
         return _dynamic_frequencies(config, head_dim, torch.tensor([length]))[0], 1.0
     plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if config.kind == "proportional":
+        turned = int(head_dim * config.rotated_share) // 2
+        plain[turned:] = 0
+        return plain / float(config.scaling.get("factor") or 1.0), 1.0
     if config.kind == "linear":
         return plain / float(config.scaling["factor"]), 1.0
     if config.kind == "llama3":
@@ -228,5 +237,10 @@ def _longrope(config: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, f
     scale = scaling.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = torch.tensor(scaling["long_factor" if length > original else "short_factor"], dtype=torch.float32)
+    name = "long_factor" if length > original else "short_factor"
+    factors = torch.tensor(scaling[name], dtype=torch.float32)
+    if factors.shape != (head_dim // 2,):
+        raise ModelLoadError(
+            f"config.json has a {name} of {len(factors)} numbers for RoPE, but a head has {head_dim // 2} rotated pairs"
+        )
     return 1.0 / (factors * config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)), float(scale)

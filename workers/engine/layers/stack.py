@@ -21,18 +21,23 @@ class LayerStack:
     def __init__(self, layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool = False) -> None:
         self.layers, self.norm, self.post_norm = layers, norm, post_norm
 
-    def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext, inputs: Tensor | None = None
+    ) -> Tensor:
         """Return [T, hidden] from embeddings [T, hidden], which may be overwritten.
 
         The next call may overwrite the result.
         """
-        run = self._run_post_norm if self.post_norm else self._run_pre_norm
-        return run(hidden, rotations, attend)
+        if self.post_norm:
+            return self._run_post_norm(hidden, rotations, attend)
+        return self._run_pre_norm(hidden, rotations, attend, inputs)
 
-    def _run_pre_norm(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
+    def _run_pre_norm(
+        self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext, inputs: Tensor | None
+    ) -> Tensor:
         residual: Tensor | None = None
         for index in range(len(self.layers)):
-            hidden, residual = self._run_layer(index, hidden, residual, rotations, attend)
+            hidden, residual = self._run_layer(index, hidden, residual, rotations, attend, inputs)
         return self._last_norm(hidden, residual)
 
     def _last_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
@@ -45,8 +50,9 @@ class LayerStack:
         residual: Tensor | None,
         rotations: Sequence[Rotation],
         attend: AttentionContext,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the MLP's result, and the residual to which it is to be added.
+        inputs: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the MLP's result, and the residual to which it is to be added, or None for none.
 
         `hidden` and `residual` are those of the layer before, and may be overwritten.
         """
@@ -58,7 +64,10 @@ class LayerStack:
             residual = attended.add_(residual)
         else:
             x, residual = _normed(layer.mlp_norm, attended, residual)
-        return _result(layer, layer.mlp_result_norm, layer.mlp.down(layer.mlp.up(x))), residual
+        hidden = _result(layer, layer.mlp_result_norm, layer.mlp.down(layer.mlp.up(x)))
+        if layer.layer_input is None and layer.scalar is None:
+            return hidden, residual
+        return _finished(layer, hidden.add_(residual), None if inputs is None else inputs[:, index]), None
 
     def _run_post_norm(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -76,6 +85,9 @@ def _attend(
     if part.row_norm is not None:
         part.row_norm(qkv)
     heads = qkv.view(-1, shape.heads + 2 * stored, shape.head_dim)
+    if part.value_norm is not None:
+        values = heads[:, shape.heads + stored :]
+        values.copy_(part.value_norm(values))
     if rotations:
         rotary = RotaryHeads(*rotations[part.rotation], part.query_norm, part.key_norm, part.norm_after_rotation)
         attended = attend.rotary(index, heads, rotary, part.sinks)
@@ -90,6 +102,15 @@ def _result(layer: DecoderLayer, norm: Norm | None, x: Tensor) -> Tensor:
     if norm is not None:
         x = norm(x)
     return x if layer.factor == 1.0 else x.mul_(layer.factor)
+
+
+def _finished(layer: DecoderLayer, x: Tensor, own: Tensor | None) -> Tensor:
+    """Return a layer's result from the sum x and the layer's own input [T, size]."""
+    part = layer.layer_input
+    if part is not None:
+        assert own is not None
+        x = part.norm(part.projection(part.gate(x).mul_(own))).add_(x)
+    return x if layer.scalar is None else x.mul_(layer.scalar)
 
 
 def _normed(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

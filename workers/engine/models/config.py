@@ -20,7 +20,7 @@ from workers.engine.models.pooling_config import PoolingConfig
 
 Json = Mapping[str, Any]
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # Other names. A text's positions are equal in all coordinates of "mrope".
 _ROPE_ALIASES = {"mrope": "default", "su": "longrope"}
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")

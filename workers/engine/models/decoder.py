@@ -15,19 +15,21 @@ from workers.engine.layers.base import (
     AttentionShape,
     DecoderLayer,
     HeadNorm,
+    LayerInputPart,
     MlpPart,
     Norm,
     RowNorm,
 )
 from workers.engine.layers.heads import HeadRows, rotary_order, separate
 from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel
-from workers.engine.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm, RowRMSNorm
+from workers.engine.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm, RowRMSNorm, UnweightedNorm
 from workers.engine.layers.parallel import Shard
 from workers.engine.layers.rotary import NoRotation, Rotary
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel, load_tables
 from workers.engine.models.config import Json, ModelConfig, require, rope_config
+from workers.engine.models.layer_inputs import LayerInputs, load_layer_input
 
 HeadPlaces = Callable[[int, int, int], list[HeadRows]]
 """Place of queries, keys and values in their tensors, for heads, key-value heads and head size."""
@@ -72,6 +74,14 @@ SANDWICH_NORMS = replace(RESULT_NORMS, attention_norm="input_layernorm", mlp_nor
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputSize:
+    """The table of `LayerInputs`."""
+
+    vocab_size: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderVariant:
     """The words in which families differ."""
 
@@ -91,6 +101,11 @@ class DecoderVariant:
     factor: float = 1.0  # of what a part adds
     interleaved: bool = False  # see `rotary_order`
     places: HeadPlaces = separate
+    keys_as_values: tuple[int, ...] = ()  # layers whose values are their keys before norm and rotation
+    value_norm: bool = False  # a norm without a weight over each value head
+    mlp_sizes: tuple[int, ...] = ()  # by layer; empty if all have `intermediate_size`
+    layer_scalars: bool = False
+    layer_inputs: LayerInputSize | None = None
     rounded_factor: bool = False  # whether the embedding factor is rounded to the model's dtype
 
 
@@ -105,6 +120,8 @@ class RotaryDecoder(DecoderModel):
         )
         factor = config.embedding_factor
         self._factor = float(torch.tensor(factor, dtype=weights.dtype)) if variant.rounded_factor else factor
+        inputs = variant.layer_inputs
+        self.layer_inputs = None if inputs is None else LayerInputs(weights, config, inputs.vocab_size, inputs.size)
         self.rotations = [_rotation(config, index, weights, max_model_len) for index in range(len(config.ropes))]
         layers = [_LayerLoader(config, variant, weights, index).load() for index in range(len(config.layers))]
         self.stack = weights.ops.stack(layers, _load_norm(config, variant, weights, names.norm))
@@ -115,7 +132,9 @@ class RotaryDecoder(DecoderModel):
             hidden.mul_(self._factor)
         if self.config.query_temperature is not None:
             attend = self.config.query_temperature.applied(positions, self.config.layers[0].heads, attend)
-        return self.stack(hidden, [rotation.cos_sin(positions, lengths) for rotation in self.rotations], attend)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, hidden)
+        rotations = [rotation.cos_sin(positions, lengths) for rotation in self.rotations]
+        return self.stack(hidden, rotations, attend, inputs)
 
 
 def _rotation(config: ModelConfig, index: int, weights: Weights, max_model_len: int) -> Rotary | NoRotation:
@@ -151,7 +170,13 @@ class _LayerLoader:
             self._norm(names.mlp_result_norm),
             variant.parallel,
             variant.factor,
+            self._layer_input(),
+            self._weights.take(f"{self._name}.layer_scalar", (1,)) if variant.layer_scalars else None,
         )
+
+    def _layer_input(self) -> LayerInputPart | None:
+        inputs = self._variant.layer_inputs
+        return None if inputs is None else load_layer_input(self._weights, self._name, self._config, inputs.size)
 
     def _attention(self) -> AttentionPart:
         names, variant, weights, shape = self._variant.names, self._variant, self._weights, self._shape
@@ -164,17 +189,20 @@ class _LayerLoader:
             keys.on_rank(parallel, shape.kv_copies, order),
             values.on_rank(parallel, shape.kv_copies),
         ]
-        tensors = [f"{self._name}.{name}" for name in (names.queries, names.keys, names.values)]
+        values_name = names.keys if self._index in variant.keys_as_values else names.values
+        tensors = [f"{self._name}.{name}" for name in (names.queries, names.keys, values_name)]
+        parts, keeps = (3, True) if shape.reads is None else (1, False)
         return AttentionPart(
             shape,
-            load_fused(weights, tensors, hidden, rows, variant.qkv_bias),
+            load_fused(weights, tensors[:parts], hidden, rows[:parts], variant.qkv_bias),
             load_row_parallel(
                 weights, f"{self._name}.{names.output}", parallel.shard(shape.queries), hidden, variant.output_bias
             ),
             self._head_norm(names.query_norm, parallel.shard(shape.heads)),
-            self._head_norm(names.key_norm, parallel.shard(shape.kv_heads, shape.kv_copies)),
+            self._head_norm(names.key_norm, parallel.shard(shape.kv_heads, shape.kv_copies)) if keeps else None,
             self._config.rotation(self._index),
             row_norm=self._row_norm(),
+            value_norm=self._value_norm() if keeps else None,
         )
 
     def _order(self) -> Tensor | None:
@@ -198,9 +226,15 @@ class _LayerLoader:
         tensors = [f"{self._name}.{name}" for name in (names.query_norm, names.key_norm)]
         return RowRMSNorm(self._weights, tensors, rows, self._config.norm_eps, shape.kv_copies)
 
+    def _value_norm(self) -> HeadNorm | None:
+        if not self._variant.value_norm:
+            return None
+        return UnweightedNorm(self._weights, self._shape.head_dim, self._config.norm_eps)
+
     def _mlp(self) -> MlpPart:
         config, variant, weights, names = self._config, self._variant, self._weights, self._variant.names
-        hidden, bias, width = config.hidden_size, variant.mlp_bias, weights.parallel.part(config.intermediate_size)
+        size = variant.mlp_sizes[self._index] if variant.mlp_sizes else config.intermediate_size
+        hidden, bias, width = config.hidden_size, variant.mlp_bias, weights.parallel.part(size)
         gate, up, down = (f"{self._name}.{name}" for name in (names.gate, names.up, names.down))
         if variant.gated:
             first = load_gated(weights, gate, up, hidden, width, bias, config.activation)

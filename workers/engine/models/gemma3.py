@@ -26,7 +26,7 @@ def config(raw: Json) -> ModelConfig:
         full = replace(full, max_position_embeddings=int(full.max_position_embeddings / full.scaling["factor"]))
     layers = config.layers
     if raw.get("use_bidirectional_attention"):
-        layers = tuple(map(_to_both_sides, layers))
+        layers = tuple(map(to_both_sides, layers))
     return replace(
         config,
         layers=layers,
@@ -36,7 +36,7 @@ def config(raw: Json) -> ModelConfig:
     )
 
 
-def _to_both_sides(layer: AttentionShape) -> AttentionShape:
+def to_both_sides(layer: AttentionShape) -> AttentionShape:
     """Return a layer whose window, if any, is half before and half after a token."""
     window = layer.pattern.window
     return replace(layer, pattern=AttentionPattern(False, None if window is None else window // 2))

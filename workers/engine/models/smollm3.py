@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models import llama
 from workers.engine.models.config import (
     FULL,
@@ -24,6 +25,10 @@ def config(raw: Json) -> ModelConfig:
     raw = {**_DEFAULTS, **raw}
     count, interval = require(raw, "num_hidden_layers"), require(raw, "no_rope_layer_interval", 4)
     rotated = raw.get("no_rope_layers") or [(layer + 1) % interval for layer in range(count)]  # 0 for none
+    if len(rotated) < count:
+        raise ModelLoadError(
+            f"config.json names no_rope_layers for {len(rotated)} layers, but num_hidden_layers is {count}"
+        )
     window = sliding_window(raw) if raw.get("use_sliding_window") else None
     kinds = [FULL if turns or window is None else SLIDING for turns in rotated[:count]]
     windows = windows_by_kind(layer_kinds(raw, kinds), window)

@@ -13,6 +13,8 @@ _QWEN2: Json = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_laye
 # they differ from that architecture's
 _TEXT_MODELS: dict[str, tuple[str, Json]] = {
     "gemma3_text": ("Gemma3ForCausalLM", {}),
+    "gemma4_text": ("Gemma4ForCausalLM", {}),
+    "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", {}),
     "llama": ("LlamaForCausalLM", {}),
     "ministral3": ("Ministral3ForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {}),

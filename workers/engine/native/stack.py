@@ -86,15 +86,18 @@ class NativeStack(LayerStack):
         """Return the seconds spent so far in stack.c, by part."""
         return dict(zip(PARTS, self._c_stack.seconds, strict=True))
 
-    def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext, inputs: Tensor | None = None
+    ) -> Tensor:
         if not isinstance(attend, StepAttention) or not self._takes(attend.layers):
-            return super().__call__(hidden, rotations, attend)
+            return super().__call__(hidden, rotations, attend, inputs)
         tokens = len(hidden)
         if tokens > self._room:
             self._make_room(tokens)
         self._c_stack.threads = torch.get_num_threads()
         self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
-        run, residual = self._runner(tokens, rotations, attend), None
+        run = self._runner(tokens, rotations, attend)
+        residual: Tensor | None = None
         for first, end, is_native in self._calls:
             if is_native:
                 hidden, residual = run(first, end, hidden, residual)
@@ -102,7 +105,7 @@ class NativeStack(LayerStack):
             if residual is not None:
                 residual = residual.flatten()[: hidden.numel()].view_as(hidden)
             for index in range(first, end):
-                hidden, residual = self._run_layer(index, hidden, residual, rotations, attend)
+                hidden, residual = self._run_layer(index, hidden, residual, rotations, attend, inputs)
         if not is_native:
             return self._last_norm(hidden, residual)
         return self._result[: tokens * self._hidden].view(tokens, self._hidden)
@@ -119,7 +122,9 @@ class NativeStack(LayerStack):
         given = (ctypes.c_void_p * len(steps))(*steps), turns if rotations else None
 
         def run(first: int, end: int, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            hidden, residual = hidden.contiguous(), self._residual if residual is None else residual.contiguous()
+            if residual is None:  # in stack.c the first layer alone has none
+                residual = self._residual if first == 0 else torch.zeros_like(hidden)
+            hidden, residual = hidden.contiguous(), residual.contiguous()
             wanted = (None, -1) if needed is None else (needed.data_ptr(), len(needed))
             buffers = hidden.data_ptr(), residual.data_ptr(), *self._buffers
             if self._run(self._pointer, first, end, *given, *wanted, tokens, *buffers):
@@ -176,12 +181,13 @@ def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool
 
 def _is_native(layer: DecoderLayer) -> bool:
     """Return whether stack.c has a layer: products use packed matrices, no other rank has a part of
-    a norm, and parallel parts have a normed input.
+    a norm, parallel parts have a normed input, values have no norm, and nothing follows the MLP.
     """
     part = layer.attention
     packed = all(isinstance(matrix, PackedMatrix) for matrix in _matrices(layer))
     whole = part.row_norm is None or part.row_norm.weights is not None
-    return packed and whole and not (layer.parallel and layer.attention_norm is None)
+    known = layer.layer_input is None and layer.scalar is None and part.value_norm is None
+    return packed and whole and known and not (layer.parallel and layer.attention_norm is None)
 
 
 def _spans(inside: Sequence[bool]) -> list[tuple[int, int, bool]]:

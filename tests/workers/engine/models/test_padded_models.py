@@ -35,14 +35,14 @@ from workers.engine.models.registry import Family
 _SHAPE = PADDED["albert"].settings
 
 
-@pytest.mark.parametrize("name", ["electra", "albert", "deberta", "camembert", "gemma"])
+@pytest.mark.parametrize("name", ["electra", "albert", "deberta", "camembert", "cwm"])
 def test_embeddings_equal_transformers(name: str) -> None:
-    core = start(pooling_folder(name), CPU, task="embed" if name == "gemma" else "auto")
+    core = start(pooling_folder(name), CPU, task="embed" if name == "cwm" else "auto")
     expected = [pooled(hidden, PADDED[name].mode) for hidden in hidden_states(name)]
     if PADDED[name].normalize:
         expected = [normalized(vector) for vector in expected]
     assert_close(run_pooling(core, pooling_requests(EMBED)), expected)
-    assert core.ready.max_model_len == (256 if name == "gemma" else 200)
+    assert core.ready.max_model_len == (256 if name == "cwm" else 200)
 
 
 @pytest.mark.parametrize("name", ["electra-pair", "deberta-classes"])
@@ -111,11 +111,11 @@ def test_a_class_that_padding_changes_is_refused_in_16_bits_too(dtype: str, tmp_
 
 
 def test_a_folder_that_asks_for_tuples_and_a_cache_gives_the_same(tmp_path: Path) -> None:
-    make_pooling_model("gemma").save_pretrained(tmp_path)
+    make_pooling_model("cwm").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"return_dict": False, "use_cache": True}))
     core = start(tmp_path, CPU, task="embed")
-    expected = [pooled(hidden, PADDED["gemma"].mode) for hidden in hidden_states("gemma")]
+    expected = [pooled(hidden, PADDED["cwm"].mode) for hidden in hidden_states("cwm")]
     assert_close(run_pooling(core, pooling_requests(EMBED)), [normalized(vector) for vector in expected])
 
 

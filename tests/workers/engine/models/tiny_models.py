@@ -53,6 +53,17 @@ _LONGROPE: dict[str, Any] = {
     "short_factor": [1.0 + i / 16 for i in range(8)],
     "long_factor": [2.0 + i / 4 for i in range(8)],
 }
+_GEMMA4: dict[str, Any] = _SHAPE | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "tie_word_embeddings": False,
+}
 _MULTIPLIERS = {
     "attention_multiplier": 0.1,
     "embedding_multiplier": 6.0,
@@ -69,23 +80,37 @@ class TinyModel:
     width: float  # standard deviation of the projections
     config_class: str
     settings: dict[str, Any]
+    auto_class: str = "AutoModelForCausalLM"
+    embedding: float = 0.05  # standard deviation
 
 
 MODELS = {
-    "cohere": TinyModel(1, 0.3, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere": TinyModel(
+        1,
+        0.22,
+        "CohereConfig",
+        _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False},
+        embedding=0.5,
+    ),
     "cohere-biased": TinyModel(
         1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
     ),
     "cohere2": TinyModel(
-        1,
+        3,
         0.22,
         "Cohere2Config",
-        _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "tie_word_embeddings": False},
+        _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 1.0, "tie_word_embeddings": False},
     ),
     "exaone4": TinyModel(
-        1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
+        6, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
     ),
-    "exaone4-full": TinyModel(1, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": None}),
+    "exaone4-full": TinyModel(
+        4,
+        0.22,
+        "Exaone4Config",
+        _SHAPE | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        embedding=1.0,
+    ),
     "gemma": TinyModel(1, 0.22, "GemmaConfig", _SHAPE | {"head_dim": 32, "tie_word_embeddings": False}),
     "gemma2": TinyModel(
         1,
@@ -96,13 +121,14 @@ MODELS = {
             "head_dim": 32,
             "query_pre_attn_scalar": 24,
             "sliding_window": 24,
-            "attn_logit_softcapping": 1.0,
-            "final_logit_softcapping": 4.0,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
             "tie_word_embeddings": False,
         },
+        embedding=0.5,
     ),
     "gemma3": TinyModel(
-        1,
+        2,
         0.22,
         "Gemma3TextConfig",
         _SHAPE
@@ -118,6 +144,28 @@ MODELS = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4": TinyModel(
+        1,
+        0.15,
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma4-keys-as-values": TinyModel(
+        1,
+        0.15,
+        "Gemma4TextConfig",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4-unified": TinyModel(1, 0.15, "Gemma4UnifiedTextConfig", _GEMMA4),
     "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
     "gpt2-by-layer": TinyModel(
         2,
@@ -159,7 +207,7 @@ MODELS = {
         },
     ),
     "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
-    "olmo2": TinyModel(1, 0.22, "Olmo2Config", _SHAPE),
+    "olmo2": TinyModel(7, 0.22, "Olmo2Config", _SHAPE, embedding=1.0),
     "olmo3": TinyModel(
         1,
         0.22,
@@ -214,7 +262,7 @@ MODELS = {
         "SmolLM3Config",
         _SHAPE | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24},
     ),
-    "starcoder2": TinyModel(1, 0.4, "Starcoder2Config", _SHAPE | {"sliding_window": 24}),
+    "starcoder2": TinyModel(1, 0.3, "Starcoder2Config", _SHAPE | {"sliding_window": 24}, embedding=0.2),
     "starcoder2-unbiased": TinyModel(
         2, 0.3, "Starcoder2Config", _SHAPE | {"use_bias": False, "tie_word_embeddings": False}
     ),
@@ -263,13 +311,13 @@ MODELS = {
     ),
     "rope-longrope": TinyModel(1, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": _LONGROPE}),
 }
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma3", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 EACH_MODEL = [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.proof) for name in MODELS]
 
 
 OTHERS = {
     "cwm": TinyModel(
-        1,
+        2,
         0.22,
         "CwmConfig",
         _SHAPE
@@ -277,6 +325,7 @@ OTHERS = {
             "head_dim": 16,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "bos_token_id": 0,
         },
     ),
     "gpt-neox": TinyModel(
@@ -290,6 +339,68 @@ OTHERS = {
     ),
 }
 """Those that run by transformers' classes."""
+
+_SIGHT: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
+_QWEN_SIGHT: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
+_WITH_LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
+_OF_IMAGES = "AutoModelForImageTextToText"
+WITH_IMAGES = {
+    "gemma3-images": TinyModel(
+        2,
+        0.22,
+        "Gemma3Config",
+        {
+            "text_config": MODELS["gemma3"].settings,
+            "vision_config": _SIGHT | _WITH_LAYERS,
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": False,
+        },
+        _OF_IMAGES,
+    ),
+    "mistral3-images": TinyModel(
+        1,
+        0.22,
+        "Mistral3Config",
+        {
+            "text_config": _SHAPE | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+            "vision_config": _SIGHT | _WITH_LAYERS | {"head_dim": 16, "model_type": "pixtral"},
+            "tie_word_embeddings": False,
+        },
+        _OF_IMAGES,
+    ),
+    "qwen2.5-images": TinyModel(
+        1,
+        0.22,
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": _SHAPE
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+            "vision_config": _QWEN_SIGHT | {"fullatt_block_indexes": [0]},
+        },
+        _OF_IMAGES,
+    ),
+    "qwen3-images": TinyModel(
+        1,
+        0.22,
+        "Qwen3VLConfig",
+        {
+            "text_config": _SHAPE
+            | {
+                "head_dim": 32,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]},
+            },
+            "vision_config": _QWEN_SIGHT | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        },
+        _OF_IMAGES,
+    ),
+}
+"""Those of which only the text model runs."""
 
 
 _folders: list[TemporaryDirectory[str]] = []  # held so that they are removed at exit
@@ -308,33 +419,38 @@ def make(tiny: TinyModel) -> transformers.PreTrainedModel:
     """The model in float32, the same every time."""
     config = getattr(transformers, tiny.config_class)(**tiny.settings)
     torch.manual_seed(tiny.seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = getattr(transformers, tiny.auto_class).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.05 if "wte" in name or "embed" in name else tiny.width)
+                parameter.normal_(0.0, tiny.embedding if "wte" in name or "embed" in name else tiny.width)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model.eval()
+
+
+def _tiny(name: str) -> TinyModel:
+    return (MODELS | OTHERS | WITH_IMAGES)[name]
 
 
 @cache
 def folder(name: str) -> Path:
-    """A checkpoint of `MODELS[name]` or `OTHERS[name]`, as transformers saves it."""
+    """The model's checkpoint, as transformers saves it."""
     _folders.append(TemporaryDirectory(prefix=f"{name}-"))
     path = Path(_folders[-1].name)
-    make((MODELS | OTHERS)[name]).save_pretrained(path)
+    make(_tiny(name)).save_pretrained(path)
     return path
 
 
 @cache
 def reference(name: str) -> Reference:
-    """The answers of `MODELS[name]` or `OTHERS[name]` to prompts of very different lengths,
-    computed once.
-    """
-    tiny = (MODELS | OTHERS)[name]
+    """The model's answers to prompts of very different lengths, computed once."""
+    tiny = _tiny(name)
     model = make(tiny)
     generator = torch.Generator().manual_seed(tiny.seed)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]

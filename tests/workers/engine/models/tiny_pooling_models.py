@@ -72,6 +72,17 @@ EMBEDDERS = {
     "llama": TinyPoolingModel("LlamaForCausalLM", "LlamaConfig", _DECODER, "last", True),
     "gpt2": TinyPoolingModel("GPT2LMHeadModel", "GPT2Config", _GPT2, "last", True),
     "mistral": TinyPoolingModel("MistralModel", "MistralConfig", _DECODER | {"sliding_window": 24}, "last", True),
+    "embeddinggemma": TinyPoolingModel(
+        "Gemma3TextModel",
+        "Gemma3TextConfig",
+        _DECODER
+        | {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "use_bidirectional_attention": True,
+        },
+    ),
 }
 CLASSIFIERS = {
     "bert-pair": TinyPoolingModel(
@@ -89,6 +100,7 @@ CLASSIFIERS = {
         "ModernBertConfig",
         _MODERN | _THREE | {"classifier_pooling": "mean", "norm_bias": True, "mlp_bias": True, "attention_bias": True},
     ),
+    "phi3-classes": TinyPoolingModel("Phi3ForSequenceClassification", "Phi3Config", _DECODER | _THREE),
     "qwen3-classes": TinyPoolingModel(
         "Qwen3ForSequenceClassification", "Qwen3Config", _DECODER | _THREE | {"head_dim": 32}
     ),
@@ -100,7 +112,9 @@ PADDED = {
         "DebertaV2Model", "DebertaV2Config", _SHAPE | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
     ),
     "camembert": TinyPoolingModel("CamembertModel", "CamembertConfig", _ROBERTA),
-    "gemma": TinyPoolingModel("GemmaForCausalLM", "GemmaConfig", _DECODER | {"head_dim": 16}, "last", True),
+    "cwm": TinyPoolingModel(
+        "CwmForCausalLM", "CwmConfig", _DECODER | {"head_dim": 16, "bos_token_id": 0}, "last", True
+    ),
     "electra-pair": TinyPoolingModel(
         "ElectraForSequenceClassification", "ElectraConfig", _SHAPE | _ONE, second_text=True, activation="sigmoid"
     ),
