@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
 from workers.engine.layers.base import AttentionContext, AttentionPattern, AttentionShape
 from workers.engine.layers.int8_ops import Int8Ops
-from workers.engine.layers.rotary import RopeConfig
+from workers.engine.layers.rope_config import RopeConfig
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel

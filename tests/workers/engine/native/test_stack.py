@@ -23,7 +23,8 @@ from workers.engine.layers.base import (
     Rotation,
 )
 from workers.engine.layers.norm import LayerNorm, RMSNorm
-from workers.engine.layers.rotary import RopeConfig, Rotary
+from workers.engine.layers.rope_config import RopeConfig
+from workers.engine.layers.rotary import Rotary
 from workers.engine.layers.stack import LayerStack
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import StepAbandoned
