@@ -22,6 +22,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
 }
 
 
