@@ -5,14 +5,20 @@ The engine checks the rest when it loads the model.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
-from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json, check_heads, check_ranks, layer_kinds, optional, sliding_window
 from workers.engine.models.json_file import read_json
-from workers.engine.models.registry import FAMILIES, architecture_of, find_family, find_pooling_family, find_task
+from workers.engine.models.registry import (
+    FAMILIES,
+    architecture_of,
+    find_family,
+    find_pooling_family,
+    find_task,
+    naming_own_code,
+)
 from workers.engine.models.text_part import text_part
+from workers.engine.models.transformers_source import find_objection, refusal
 from workers.model_folder import MODULES, transformer_folder
 
 _SIZES = (
@@ -26,8 +32,6 @@ _SIZES = (
     "max_position_embeddings",
     *("n_embd", "n_head", "n_layer", "n_positions"),  # GPT-2's names
 )
-_AUTO_CLASSES = "models/auto/modeling_auto.py"
-"""transformers' file that names every class that it can choose."""
 
 
 def check_config_file(folder: Path, model_impl: str, task: str, ranks: int) -> None:
@@ -43,7 +47,7 @@ def check_config_file(folder: Path, model_impl: str, task: str, ranks: int) -> N
     family = find_pooling_family(raw, model_impl) if pools else find_family(raw, model_impl)
     if family is None:
         if not pools:
-            _check_transformers(architecture_of(raw))
+            _check_transformers(raw)
         return
     for name in _SIZES:
         optional(raw, name)
@@ -67,13 +71,9 @@ def _check_heads(raw: Json, ranks: int) -> None:
         check_ranks([(heads, kv_heads)], ranks)
 
 
-def _check_transformers(name: str) -> None:
-    """Raise ModelLoadError if transformers has no model of this name that generates."""
-    spec = find_spec("transformers")
-    names = Path(spec.origin).parent / _AUTO_CLASSES if spec is not None and spec.origin else None
-    if names is None or not names.is_file() or f'"{name}"' in names.read_text():
-        return
-    raise ModelLoadError(
-        f"neither the engine nor transformers has code for {name}, which config.json names; the engine has its own code"
-        f" for {', '.join(FAMILIES)}"
-    )
+def _check_transformers(raw: Json) -> None:
+    """Raise ModelLoadError if transformers' class for a decoder cannot run here."""
+    name = architecture_of(raw)
+    if why := find_objection(name, raw):
+        with naming_own_code(raw, FAMILIES):
+            raise refusal(name, why)

@@ -5,7 +5,8 @@ Families are imported as they are used, so the command line reads this list with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -183,3 +184,20 @@ def architecture_of(raw: Json) -> str:
             f"config.json names no architecture; the engine has its own code for {', '.join(FAMILIES)}"
         )
     return str(names[0])
+
+
+@contextmanager
+def naming_own_code(raw: Json, known: Iterable[str]) -> Iterator[None]:
+    """Add the architectures with code in the engine to a refusal of transformers' class.
+
+    `known`: beginnings of the architectures' names.
+    """
+    name = architecture_of(raw)
+    try:
+        yield
+    except ModelLoadError as error:
+        if name.startswith(tuple(known)):
+            raise
+        raise ModelLoadError(
+            f"the engine has no code of its own for {name} (it has for {', '.join(known)}), and {error}"
+        ) from error

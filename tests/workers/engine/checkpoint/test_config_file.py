@@ -42,8 +42,7 @@ def check(folder: Path, changes: dict[str, Any], model_impl: str = "auto", ranks
         ({"architectures": []}, "names no architecture"),
         (
             {"architectures": ["NobodysForCausalLM"]},
-            "neither the engine nor transformers has code for NobodysForCausalLM, which config.json names; the engine"
-            " has its own code for GPT2LMHeadModel, ",
+            "the engine has no code of its own for NobodysForCausalLM (it has for GPT2LMHeadModel, ",
         ),
     ],
 )
@@ -52,6 +51,19 @@ def test_a_config_of_which_no_model_can_be_made_is_refused(tmp_path: Path, chang
         check(tmp_path, changes)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "why"),
+    [
+        ("NobodysForCausalLM", "nobodys", r"transformers \S+ has no causal language model of that name"),
+        ("MambaForCausalLM", "mamba", "it keeps a state beside its keys and values"),
+        ("GPTNeoForCausalLM", "gpt_neo", "transformers' class does not take attention functions from outside"),
+    ],
+)
+def test_the_source_of_a_class_says_why_it_cannot_run(tmp_path: Path, name: str, model_type: str, why: str) -> None:
+    with pytest.raises(ModelLoadError, match=f", and transformers' {name} cannot run on this engine: {why}$"):
+        check(tmp_path, {"architectures": [name], "model_type": model_type})
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path: Path) -> None:
@@ -64,7 +76,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path: Path) -> None:
     ("changes", "model_impl"),
     [
         ({}, "auto"),
-        ({"architectures": ["MambaForCausalLM"]}, "auto"),  # the engine asks transformers
+        ({"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}, "auto"),
         (WINDOWED | {"use_sliding_window": False, "sliding_window": 0}, "auto"),
         (WINDOWED | {"layer_types": ["mamba"]}, "transformers"),
     ],

@@ -327,7 +327,7 @@ MODELS = {
         },
     ),
     "phi": TinyModel(6, 0.3, "PhiConfig", _SHAPE),
-    "phi-head-norms": TinyModel(1, 0.4, "PhiConfig", _SHAPE | {"qk_layernorm": True, "num_key_value_heads": None}),
+    "phi-head-norms": TinyModel(1, 0.3, "PhiConfig", _SHAPE | {"qk_layernorm": True, "num_attention_heads": 2}),
     "stablelm": TinyModel(2, 0.22, "StableLmConfig", _SHAPE | {"use_qkv_bias": True}),
     "stablelm-parallel": TinyModel(2, 0.22, "StableLmConfig", _SHAPE | {"use_parallel_residual": True}),
     "stablelm-head-norms": TinyModel(4, 0.22, "StableLmConfig", _SHAPE | {"qk_layernorm": True}),
@@ -349,7 +349,7 @@ MODELS = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
         },
     ),
-    "apertus": TinyModel(1, 0.3, "ApertusConfig", _SHAPE),
+    "apertus": TinyModel(1, 0.22, "ApertusConfig", _SHAPE | {"head_dim": 32}),
     "jais2": TinyModel(1, 0.22, "Jais2Config", _SHAPE),
 }
 FAMILIES = ("gemma3", "gpt2", "llama", "mistral", "qwen2", "qwen3")
