@@ -199,5 +199,5 @@ def naming_own_code(raw: Json, known: Iterable[str]) -> Iterator[None]:
         if name.startswith(tuple(known)):
             raise
         raise ModelLoadError(
-            f"the engine has no code of its own for {name} (it has for {', '.join(known)}), and {error}"
+            f"the engine has no code of its own for {name}, and {error}; it has for {', '.join(known)}"
         ) from error

@@ -234,9 +234,7 @@ def test_unknown_architecture(copy_of: Callable[[str], Path]) -> None:
     edit(path / "config.json", architectures=["MambaForCausalLM"])
     supported = ", ".join(FAMILIES)
     why = "transformers' MambaForCausalLM cannot run on this engine: it keeps a state beside its keys and values"
-    assert (
-        refusal(path) == f"the engine has no code of its own for MambaForCausalLM (it has for {supported}), and {why}"
-    )
+    assert refusal(path) == f"the engine has no code of its own for MambaForCausalLM, and {why}; it has for {supported}"
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", ""])
