@@ -19,8 +19,9 @@ _SUFFIXES = {".safetensors", ".json"}
 def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
     """Return the settings of a worker for `model` (None: the demo model). Raises `Refused`."""
     check_model_folder(model)
+    settings = unchecked_settings(model, redis_url, values)
     check_model_config(model, values)
-    return unchecked_settings(model, redis_url, values)
+    return settings
 
 
 def unchecked_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:

@@ -109,9 +109,9 @@ def _served(
     title = name or unchecked_settings(folder, redis_url or "", values).models[-1]
     if title in own:
         values = {**values, **_read_flags(title, own[title], values, command)}
+    settings = unchecked_settings(folder, redis_url or "", values)
     if named.checked:
         check_model_config(folder, values)
-    settings = unchecked_settings(folder, redis_url or "", values)
     return ServedModel(title, folder, settings, values, values["data_parallel_size"])
 
 
