@@ -338,7 +338,7 @@ MODELS = {
     "ernie-4.5": TinyModel(6, 0.22, "Ernie4_5Config", _SHAPE | {"head_dim": 32, "use_bias": True}),
     "internlm3": TinyModel(2, 0.22, "InternLM3Config", _SHAPE | {"head_dim": 32}),
     "arcee": TinyModel(3, 0.3, "ArceeConfig", _SHAPE),
-    "nemotron": TinyModel(1, 0.22, "NemotronConfig", _SHAPE | {"mlp_bias": True}),
+    "nemotron": TinyModel(3, 0.15, "NemotronConfig", _SHAPE | {"mlp_bias": True}),
     "hunyuan": TinyModel(
         8,
         0.22,
