@@ -13,6 +13,8 @@ import asyncio
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +56,11 @@ def measure(source: Path, model: str, turns: int) -> dict[str, Any]:
     alone: list[dict[str, Any]] = []
     for _ in range(turns):
         with tempfile.TemporaryDirectory() as scratch:
-            results = Path(scratch) / "results.jsonl"
-            runs.append(observed(pipeline_run_batch(source, results, model, "--log-level", "debug")))
+            results, plan = Path(scratch) / "results.jsonl", PlanReader(Path(scratch) / "results.jsonl.parts")
+            runs.append(observed(pipeline_run_batch(source, results, model, "--log-level", "debug"), plan.read))
             assert output_tokens(results) == sum(request.sampling.max_tokens for request in requests)
-            order = planned_lines(results)
+            order = plan.lines
+            assert len(order) == len(requests)
         alone.append(asyncio.run(_engine_alone(model, [requests[line - 1] for line in order])))
     return {
         "run_batch_seconds": [round(run["seconds"], 2) for run in runs],
@@ -71,8 +74,8 @@ def measure(source: Path, model: str, turns: int) -> dict[str, Any]:
     }
 
 
-def observed(command: list[str]) -> dict[str, Any]:
-    """Run a `run-batch` command that logs at level debug.
+def observed(command: list[str], on_event: Callable[[], None]) -> dict[str, Any]:
+    """Run a `run-batch` command that logs at level debug; call `on_event` at each claim and commit.
 
     Return the seconds from first claim to last commit, and each part's processor time.
     """
@@ -84,6 +87,7 @@ def observed(command: list[str]) -> dict[str, Any]:
         lines.append(line)
         if match := _LINE.match(line.rstrip()):
             events.append((_seconds(match), match[4]))
+            on_event()
             if len(events) == 1:
                 usage.begin()
     processor_seconds = usage.end()
@@ -98,10 +102,20 @@ def observed(command: list[str]) -> dict[str, Any]:
     }
 
 
-def planned_lines(results: Path) -> list[int]:
-    """Return a finished run's line numbers, from 1, in the order of the plan beside its output."""
-    with results.with_name(f"{results.name}.parts").joinpath(PLAN_NAME).open("rb") as plan:
-        return [entry.line for entry in read_plan(plan, 0, 1 << 30)]
+class PlanReader:
+    """Reads the plan of a run while it runs: its folder goes with its end.
+
+    `lines` are the input's line numbers, from 1, in the order of the plan.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.lines: list[int] = []
+
+    def read(self) -> None:
+        """Read the plan as far as it is there."""
+        with suppress(FileNotFoundError), (self._folder / PLAN_NAME).open("rb") as plan:
+            self.lines = [entry.line for entry in read_plan(plan, 0, 1 << 30)]
 
 
 async def _engine_alone(model: str, requests: list[EngineRequest]) -> dict[str, Any]:

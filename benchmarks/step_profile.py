@@ -140,10 +140,10 @@ def layer_seconds(stack: Any) -> dict[str, float]:
 
 def _mark_attention(core: EngineCore) -> None:
     """Count all work inside a call of the attention backend as attention."""
-    attention = core._executor.runner.attention
-    for name in ("forward", "forward_rotary"):
-        if hasattr(attention, name):
-            setattr(attention, name, _marked(getattr(attention, name)))
+    for attention in {layer.attention for layer in core._executor.runner.layers}:
+        for name in ("forward", "forward_rotary"):
+            if hasattr(attention, name):
+                setattr(attention, name, _marked(getattr(attention, name)))
 
 
 def _marked(function: Any) -> Any:

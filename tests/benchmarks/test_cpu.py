@@ -400,6 +400,7 @@ def test_the_plot_has_a_bar_for_each_comparison(tmp_path: Path) -> None:
     [
         ["alone", "--requests", "1"],
         ["engine", "--requests", "3", "--turns", "1"],
+        ["families", "--turns", "1"],
         ["int8", "--turns", "1", "--divergence-of", "tiny"],
         ["int4", "--turns", "1"],
         ["step_profile", "--lines", "4"],

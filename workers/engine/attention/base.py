@@ -20,7 +20,8 @@ class CacheShape:
     """The paged cache of one layer: `num_blocks` blocks of `block_size` tokens.
 
     Block 0 is the null block, which is never allocated. `dtype` is the dtype of keys and values if
-    it differs from the dtype of the computation.
+    it differs from the dtype of the computation. Layers of several shapes share pages that may be
+    larger than a block: `page_keys` is the size of a page's keys in numbers.
     """
 
     num_blocks: int
@@ -28,14 +29,20 @@ class CacheShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype | None = None
+    page_keys: int | None = None  # None for as many as a block has
+
+    @property
+    def stride(self) -> int:
+        """Return the numbers from a block's keys to those of the next, as from values to values."""
+        return self.page_keys or self.block_size * self.kv_heads * self.head_dim
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of stored keys and values for an attention that computes in `dtype`."""
         return self.dtype or dtype
 
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one block of one layer, keys and values."""
-        return 2 * self.block_size * self.kv_heads * self.head_dim * dtype.itemsize
+        """Return the bytes of one block of one layer, keys and values, and of its padding."""
+        return 2 * self.stride * dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -51,8 +58,8 @@ class AttentionMetadata:
     query_start: NDArray[np.int32]  # [N + 1]
     context_lens: NDArray[np.int32]  # [N], tokens in the cache, this step's included
     block_tables: NDArray[np.int32]  # [N, max_blocks]
-    # The backend's data shared by all layers of the step, by pattern
-    prepared: dict[AttentionPattern, Any] = field(default_factory=dict)
+    # The backend's data shared by layers of the step, by their attention and pattern
+    prepared: dict[tuple[Attention, AttentionPattern], Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -60,7 +67,8 @@ class DeviceMetadata:
     """N rows of T tokens in device memory, for kernels that read the lengths themselves.
 
     It may be recorded in a CUDA graph. Each step and each recording needs its own metadata, since
-    `prepared` holds data computed for it, also on the device.
+    `prepared` holds data computed for it, also on the device. Metadata that differ only in places
+    of blocks may share it.
     """
 
     slot_mapping: Tensor  # int64 [T]; tokens of padding rows map into the null block
@@ -72,8 +80,8 @@ class DeviceMetadata:
     max_query: int
     # Upper bound of context_lens, known on the host (in a graph: the largest possible value)
     max_context: int
-    # The same, by pattern and whether the stream is being recorded
-    prepared: dict[tuple[AttentionPattern, bool], Any] = field(default_factory=dict)
+    # The same, also by whether the stream is being recorded
+    prepared: dict[tuple[Attention, AttentionPattern, bool], Any] = field(default_factory=dict)
 
 
 Metadata = AttentionMetadata | DeviceMetadata
@@ -93,19 +101,25 @@ class Attention(Protocol):
         """Return zeroed caches, one per layer, in the backend's own layout."""
         ...
 
+    def view(self, cache: Tensor) -> Tensor:
+        """Return the memory of another attention's cache, with pages as many and as large, in this
+        one's shape.
+        """
+        ...
+
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer_cache: Tensor,
         metadata: Metadata,
         shape: AttentionShape,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Write k and v [T, kv_heads, d] to the cache, then compute the attention of q [T, heads,
-        d].
+        """Write k and v [T, kv_heads, d], unless they are None, to the cache, then compute the
+        attention of q [T, heads, d].
 
         Each query attends to the tokens of its row that the pattern of `shape` allows. A score is
         the scaled product of query and key, limited by the soft cap. `bias`, float32 [heads, 2 *
@@ -125,6 +139,6 @@ class Attention(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute `forward` from qkv [T, heads + 2 * kv_heads, d], whose queries and keys are not
-        yet normed and rotated.
+        yet normed and rotated; without keys and values from [T, heads, d].
         """
         ...

@@ -67,7 +67,9 @@ class StepAttention:
     # states of other tokens may be undefined.
     needed: Tensor | None = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
         self.check_interruption()
         its = self.layers[layer]
         return its.attention.forward(q, k, v, its.cache, self.metadata[its.table], its.shape, sinks, self.bias)

@@ -1,9 +1,9 @@
 """Implement attention in plain torch: correct on every device, and fast enough for a CPU.
 
-The cache is head-major ([2, kv_heads, blocks, block_size, d]), so the blocks gathered for a group
-of rows directly form the batched matrix of the product. Decode rows are sorted by context length
-and processed in groups whose gathered keys fit the processor's cache; rows with several tokens are
-processed one by one. There is no loop over tokens.
+The cache is [2, blocks, kv_heads, block_size, d]. Blocks are gathered head by head, so those of a
+group of rows directly form the batched matrix of the product. Decode rows are sorted by context
+length and processed in groups whose gathered keys fit the processor's cache; rows with several
+tokens are processed one by one. There is no loop over tokens.
 
 A row reads only its own blocks. Values of an earlier owner after the row's last token are cleared
 when the row enters the block, since a mask does not exclude a NaN or infinity.
@@ -28,12 +28,16 @@ _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _ALIGNMENT = 64  # bytes, as in torch
 
 
+Slots = tuple[Tensor, Tensor]
+"""Positions in the cache: blocks and offsets in them, int64."""
+
+
 @dataclass(slots=True)
 class DecodeGroup:
     """B decode rows with one token each, processed together and padded to the longest."""
 
     tokens: Tensor  # int64 [B], positions of the rows' tokens in the step
-    blocks: Tensor  # int64 [kv_heads * B * blocks], rows of the flattened cache
+    blocks: Tensor  # int64 [kv_heads * B * blocks], see `_flat_blocks`
     mask: Tensor  # float32 [B, 1, L], 0 or -inf
 
 
@@ -43,7 +47,7 @@ class PrefillRow:
 
     first: int
     last: int  # exclusive
-    # Int64 [kv_heads * blocks]; None if the row's own keys are its whole context
+    # Int64 [kv_heads * blocks]; None if the keys of the call are its whole context
     blocks: Tensor | None
     context: int  # tokens gathered
     # Bool [n, L], or float values to add to scores [heads, n, L]; None if every token is visible,
@@ -58,9 +62,10 @@ class Groups:
 
     decode: list[DecodeGroup]
     prefill: list[PrefillRow]
-    # Int64, cache positions to clear before any write; None without any
-    stale: Tensor | None
+    slots: Slots  # of the step's tokens
+    stale: Slots | None  # to clear before any write; None without any
     bias: Tensor | None
+    stores: bool  # whether the layers store keys and values
 
 
 class TorchAttention:
@@ -72,22 +77,33 @@ class TorchAttention:
         self._per_kv = num_heads // shape.kv_heads
         self._dtype = dtype
         self._device = device
-        self._head_offset = torch.arange(shape.kv_heads)[:, None] * shape.num_blocks
+        head = shape.block_size * shape.head_dim
+        # Each head of each block begins at a multiple of this place
+        self._step = math.gcd(shape.stride, head)
+        self._head_offset = torch.arange(shape.kv_heads)[:, None] * (head // self._step)
         self._row_bytes = shape.kv_heads * shape.head_dim * dtype.itemsize
         self._group_bytes = _GROUP_BYTES.get(device.type, _GROUP_BYTES["cuda"])
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
-        s = self._shape
-        size = (2, s.kv_heads, s.num_blocks, s.block_size, s.head_dim)
+        size = (2, self._shape.num_blocks, self._shape.stride)
         if self._device.type != "cpu":
-            return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
-        return [_lazy_zeros(size, self._dtype) for _ in range(num_layers)]
+            pages = [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
+        else:
+            pages = [_lazy_zeros(size, self._dtype) for _ in range(num_layers)]
+        return [self.view(of_layer) for of_layer in pages]
+
+    def view(self, cache: Tensor) -> Tensor:
+        s = self._shape
+        inner = s.block_size * s.head_dim, s.head_dim, 1
+        return cache.as_strided(
+            (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim), (s.num_blocks * s.stride, s.stride, *inner)
+        )
 
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer_cache: Tensor,
         metadata: Metadata,
         shape: AttentionShape,
@@ -96,13 +112,17 @@ class TorchAttention:
     ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
-        groups: Groups | None = metadata.prepared.get(shape.pattern)
-        if groups is None or groups.bias is not bias:
-            groups = metadata.prepared[shape.pattern] = self._groups(metadata, shape.pattern, bias)
-        if groups.stale is not None:
-            layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
-        self._write(keys, k, metadata)
-        self._write(values, v, metadata)
+        pattern = shape.pattern
+        groups: Groups | None = metadata.prepared.get((self, pattern))
+        if groups is None or groups.bias is not bias or groups.stores is (k is None):
+            groups = metadata.prepared[self, pattern] = self._groups(metadata, pattern, bias, k is not None)
+        if k is not None and v is not None:
+            if groups.stale is not None:
+                blocks, offsets = groups.stale
+                layer_cache[:, blocks, :, offsets] = 0
+            blocks, offsets = groups.slots
+            keys[blocks, :, offsets] = k
+            values[blocks, :, offsets] = v
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in groups.decode:
             self._decode(q, keys, values, group, shape, sinks, out)
@@ -119,21 +139,18 @@ class TorchAttention:
         shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        turned = self._heads + self._shape.kv_heads
-        if rotary.query_norm is None or rotary.key_norm is None:
+        turned, query_norm, key_norm = self._heads + self._shape.kv_heads, rotary.query_norm, rotary.key_norm
+        if qkv.shape[1] == self._heads:
+            q = prepare(qkv, query_norm, rotary)
+            return self.forward(q, None, None, layer_cache, metadata, shape, sinks)
+        if query_norm is None or key_norm is None:
             q, k = rotate(qkv[:, :turned], rotary.cos, rotary.sin).tensor_split([self._heads], 1)
         else:
-            q = prepare(qkv[:, : self._heads], rotary.query_norm, rotary)
-            k = prepare(qkv[:, self._heads : turned], rotary.key_norm, rotary)
+            q = prepare(qkv[:, : self._heads], query_norm, rotary)
+            k = prepare(qkv[:, self._heads : turned], key_norm, rotary)
         return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, shape, sinks)
 
-    def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
-        s = self._shape
-        cache.view(s.kv_heads, s.num_blocks * s.block_size, s.head_dim).index_copy_(
-            1, metadata.slot_mapping, x.transpose(0, 1)
-        )
-
-    def _stale(self, metadata: AttentionMetadata) -> Tensor | None:
+    def _stale(self, metadata: AttentionMetadata) -> Slots | None:
         """Return the cache positions after the last token of each row that enters its last block in
         this step, or None without any.
         """
@@ -144,14 +161,14 @@ class TorchAttention:
         if rows.size == 0:
             return None
         blocks = metadata.block_tables[rows, ends[rows] // size].astype(np.int64)
-        offsets = np.arange(size)
-        places = (blocks[:, None] * size + offsets)[offsets >= ends[rows, None] % size]
-        return torch.from_numpy(places).to(self._device)
+        places, offsets = np.nonzero(np.arange(size) >= ends[rows, None] % size)
+        return torch.from_numpy(blocks[places]).to(self._device), torch.from_numpy(offsets).to(self._device)
 
     def _gather(self, cache: Tensor, blocks: Tensor, rows: int) -> Tensor:
         """Return the gathered blocks as [kv_heads * rows, L, d]."""
-        s = self._shape
-        flat = cache.view(s.kv_heads * s.num_blocks, s.block_size * s.head_dim)
+        s, head = self._shape, self._shape.block_size * self._shape.head_dim
+        places = ((s.num_blocks - 1) * s.stride + (s.kv_heads - 1) * head) // self._step + 1
+        flat = cache.as_strided((places, head), (self._step, 1))
         return flat.index_select(0, blocks).view(s.kv_heads * rows, -1, s.head_dim)
 
     def _decode(
@@ -180,8 +197,8 @@ class TorchAttention:
     def _prefill(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         keys: Tensor,
         values: Tensor,
         row: PrefillRow,
@@ -191,6 +208,8 @@ class TorchAttention:
     ) -> None:
         tokens = slice(row.first, row.last)
         if row.blocks is None:
+            assert k is not None
+            assert v is not None
             key, value = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
         else:
             key = self._gather(keys, row.blocks, 1)[:, : row.context]
@@ -232,7 +251,9 @@ class TorchAttention:
             attended = torch.bmm(weights, value).view(query.shape).permute(2, 0, 1, 3)
             out[first : first + size] = attended.flatten(1, 2)
 
-    def _groups(self, metadata: AttentionMetadata, pattern: AttentionPattern, bias: Tensor | None) -> Groups:
+    def _groups(
+        self, metadata: AttentionMetadata, pattern: AttentionPattern, bias: Tensor | None, stores: bool
+    ) -> Groups:
         counts = np.diff(metadata.query_start)
         alone = (counts == 1) & (pattern.causal and bias is None)  # else a single token is a whole text
         rows = np.nonzero(alone)[0]
@@ -241,8 +262,11 @@ class TorchAttention:
         order = np.argsort(spans, kind="stable")
         rows, first, spans = rows[order], first[order], spans[order]
         decode = [self._decode_group(metadata, rows[a:b], first[a:b], pattern) for a, b in self._cuts(spans)]
-        prefill = [self._prefill_row(metadata, int(row), pattern, bias) for row in np.nonzero(~alone & (counts > 0))[0]]
-        return Groups(decode, prefill, self._stale(metadata), bias)
+        prefill = [
+            self._prefill_row(metadata, int(row), pattern, bias, stores) for row in np.nonzero(~alone & (counts > 0))[0]
+        ]
+        slots, size = metadata.slot_mapping, self._shape.block_size
+        return Groups(decode, prefill, (slots // size, slots % size), self._stale(metadata), bias, stores)
 
     def _first_visible(self, positions: NDArray[np.int32], pattern: AttentionPattern) -> NDArray[np.int32]:
         """Return the first token of the first block visible to a query at `positions`."""
@@ -277,17 +301,17 @@ class TorchAttention:
         return DecodeGroup(tokens.to(self._device), flat, torch.from_numpy(mask).to(self._device))
 
     def _prefill_row(
-        self, metadata: AttentionMetadata, row: int, pattern: AttentionPattern, bias: Tensor | None
+        self, metadata: AttentionMetadata, row: int, pattern: AttentionPattern, bias: Tensor | None, stores: bool
     ) -> PrefillRow:
         first_token, last_token = int(metadata.query_start[row]), int(metadata.query_start[row + 1])
         count, context = last_token - first_token, int(metadata.context_lens[row])
         start = context - count
         limited = pattern.before is not None and context > pattern.before + 1
-        if start == 0 and not limited and bias is None:
+        if stores and start == 0 and not limited and bias is None:
             return PrefillRow(first_token, last_token, None, context, None, pattern.causal)
         first = int(self._first_visible(np.array([start], dtype=np.int32), pattern)[0])
         blocks = None
-        if start > 0:
+        if start > 0 or not stores:
             size = self._shape.block_size
             blocks = self._flat_blocks(metadata.block_tables[row, first // size : -(-context // size)])
         keys, queries = (torch.arange(begin, context, device=self._device) for begin in (first, start))
@@ -311,7 +335,9 @@ class TorchAttention:
         return added.masked_fill_(~mask, -torch.inf).to(self._dtype)
 
     def _flat_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
-        flat = torch.from_numpy(blocks.astype(np.int64).reshape(1, -1)) + self._head_offset
+        """Return the places of the blocks' heads, head by head, in steps of `_step`."""
+        places = blocks.astype(np.int64).reshape(1, -1) * (self._shape.stride // self._step)
+        flat = torch.from_numpy(places) + self._head_offset
         return flat.view(-1).to(self._device)
 
 

@@ -9,6 +9,7 @@ import torch
 from workers.engine.attention.base import Attention, CacheShape
 from workers.engine.inputs.base import Inputs
 from workers.engine.layers.base import Ops
+from workers.engine.messages.cache_groups import CacheGroups
 from workers.engine.sampling.base import Draw
 
 
@@ -50,6 +51,8 @@ class Backend(Protocol):
         """
         ...
 
-    def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs: ...
+    def inputs(self, num_slots: int, max_model_len: int, groups: CacheGroups, device: torch.device) -> Inputs:
+        """Return the inputs of steps, with a block table for each column of the groups."""
+        ...
 
     def draw(self, num_slots: int, vocab_size: int, device: torch.device) -> Draw: ...

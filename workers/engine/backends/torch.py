@@ -11,6 +11,7 @@ from workers.engine.inputs.base import Inputs
 from workers.engine.inputs.host import HostInputs
 from workers.engine.layers.base import Ops
 from workers.engine.layers.ops import TorchOps
+from workers.engine.messages.cache_groups import CacheGroups
 from workers.engine.sampling.base import Draw
 from workers.engine.sampling.draw import TorchDraw
 
@@ -23,8 +24,8 @@ class TorchBackend(Backend):
     def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
         return TorchAttention(shape, num_heads, dtype, device)
 
-    def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs:
-        return HostInputs(num_slots, max_model_len, block_size, device)
+    def inputs(self, num_slots: int, max_model_len: int, groups: CacheGroups, device: torch.device) -> Inputs:
+        return HostInputs(num_slots, max_model_len, groups, device)
 
     def draw(self, num_slots: int, vocab_size: int, device: torch.device) -> Draw:
         return TorchDraw(num_slots, vocab_size)

@@ -18,6 +18,7 @@ from workers.engine.cuda.capability import has_float8
 from workers.engine.cuda.out_of_memory import one_line
 from workers.engine.inputs.base import Inputs
 from workers.engine.layers.base import Ops
+from workers.engine.messages.cache_groups import CacheGroups
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.sampling.base import Draw
 
@@ -61,10 +62,10 @@ class TritonBackend(Backend):
 
         return TritonAttention(shape, num_heads, dtype, device, choices(shape, num_heads, dtype, device))
 
-    def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs:
+    def inputs(self, num_slots: int, max_model_len: int, groups: CacheGroups, device: torch.device) -> Inputs:
         from workers.engine.kernels.device_inputs import DeviceInputs
 
-        return DeviceInputs(num_slots, max_model_len, block_size, device)
+        return DeviceInputs(num_slots, max_model_len, groups, device)
 
     def draw(self, num_slots: int, vocab_size: int, device: torch.device) -> Draw:
         from workers.engine.kernels.fused_draw import FusedDraw

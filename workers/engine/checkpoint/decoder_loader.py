@@ -60,7 +60,13 @@ def load_weights(
 def _log_unused(weights: Weights, checkpoint: ModelCheckpoint) -> None:
     config = checkpoint.config
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
-    unused = [name for name in weights.unused() if not name.endswith(derived)]
+    reading = [index for index, layer in enumerate(config.layers) if layer.reads is not None]
+    unread = tuple(f"layers.{index}.self_attn.{part}_" for index in reading for part in ("k", "v"))
+    unused = [
+        name
+        for name in weights.unused()
+        if not name.endswith(derived) and not any(part in name for part in unread)  # of layers that read another's keys
+    ]
     heads = [name for name in unused if _predicts_several(name, len(config.layers))]
     others = [name for name in unused if name not in heads]
     if heads:

@@ -1,15 +1,16 @@
-"""Plan the KV cache of a replica: its number of blocks and the longest context that fits."""
+"""Plan the KV cache of a replica: its pages and the longest context that fits."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from bisect import bisect_right
 from dataclasses import replace
 
 import torch
 
-from workers.engine.attention.base import CacheShape
 from workers.engine.device.memory import GpuMemory, gib
+from workers.engine.messages.cache_groups import CacheGroup, CacheGroups, group_layers
 from workers.engine.messages.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, available_cpus
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.messages.resolved_config import ResolvedConfig
@@ -21,40 +22,62 @@ logger = logging.getLogger(__name__)
 def plan_cache(
     config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: GpuMemory | None = None
 ) -> tuple[ResolvedConfig, int]:
-    """Return the configuration with a `max_model_len` that fits, and the number of blocks.
+    """Return the configuration with a `max_model_len` that fits, and the number of pages.
 
-    The blocks, the null block included, fit into `budget` bytes. Raises ModelLoadError for a
-    context that does not fit and may not be shortened; the message accounts for the GPU's `memory`.
+    The pages, the null page included, fit into `budget` bytes. A request of that length always
+    finishes if it is alone. Raises ModelLoadError for a context that does not fit and may not be
+    shortened; the message accounts for the GPU's `memory`.
     """
-    length = config.max_model_len
-    per_block = block_bytes(model, dtype, config.block_size)
-    num_blocks = min(budget // per_block, _most_blocks(config, model))
-    fits = (num_blocks - 1) * config.block_size
+    length, groups = config.max_model_len, cache_groups(model, dtype, config.block_size)
+    num_pages = min(budget // groups.page_bytes, _most_pages(config, model, groups))
+    blocks = range(1, -(-length // groups.grid) + 1)
+    fits = groups.grid * bisect_right(blocks, num_pages - 1, key=lambda block: _request_pages(config, groups, block))
     if fits < 1 or (length > fits and not config.may_shorten):
-        raise ModelLoadError(_does_not_fit(config, length, per_block, budget, memory))
+        raise ModelLoadError(_does_not_fit(config, length, groups, budget, memory))
     if length > fits:
         logger.warning("shortened the context from %d to %d tokens to fit the KV cache", length, fits)
         length = fits
-    return replace(config, max_model_len=length), num_blocks
+    return replace(config, max_model_len=length), num_pages
 
 
-def _most_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
-    """Return the most blocks that can be in use.
+def cache_groups(model: ModelConfig, dtype: torch.dtype, block_size: int) -> CacheGroups:
+    """Return the groups of a rank's layers, for a cache in `dtype`."""
+    return group_layers(model.layer_caches(dtype.itemsize), block_size)
 
-    For models with whole prompts, only steps in flight use blocks.
+
+def _most_pages(config: ResolvedConfig, model: ModelConfig, groups: CacheGroups) -> int:
+    """Return the most pages that can be in use.
+
+    For models with whole prompts, only steps in flight use pages.
     """
     if not model.whole_prompts:
         return sys.maxsize
-    longest = max(config.max_num_batched_tokens, config.max_model_len) // config.block_size
-    return 1 + (config.depth + 1) * (longest + config.max_num_seqs) + config.max_num_seqs
+    longest = max(config.max_num_batched_tokens, config.max_model_len) // groups.grid
+    blocks = (config.depth + 1) * (longest + config.max_num_seqs) + config.max_num_seqs
+    return 1 + blocks * sum(group.pages for group in groups.groups)
 
 
-def _does_not_fit(config: ResolvedConfig, length: int, per_block: int, budget: int, memory: GpuMemory | None) -> str:
-    needed = (-(-length // config.block_size) + 1) * per_block
-    wanted = (
-        f"a context of {length} tokens needs a KV cache of {needed} bytes, {per_block} for each block of"
-        f" {config.block_size} tokens"
-    )
+def _request_pages(config: ResolvedConfig, groups: CacheGroups, blocks: int) -> int:
+    """Return the most pages that a request of so many blocks uses at a time."""
+    return sum(group.pages * min(blocks, _most_blocks(config, groups, group)) for group in groups.groups)
+
+
+def _most_blocks(config: ResolvedConfig, groups: CacheGroups, group: CacheGroup) -> int:
+    """Return the most blocks of a group that a request uses: the earlier tokens that it may need
+    again, those of steps in flight, and the ends of blocks.
+    """
+    if group.rule.keeps_all:
+        return sys.maxsize
+    kept = (group.rule.window or 0) + (group.rule.chunk or 0)
+    return -(-(kept + (config.depth + 1) * config.max_num_batched_tokens) // groups.grid) + 2
+
+
+def _does_not_fit(
+    config: ResolvedConfig, length: int, groups: CacheGroups, budget: int, memory: GpuMemory | None
+) -> str:
+    needed, page = _bytes_for(config, groups, length), groups.page_bytes
+    parts = f"{page} for each block of {groups.grid} tokens" if len(groups.groups) == 1 else f"in pages of {page}"
+    wanted = f"a context of {length} tokens needs a KV cache of {needed} bytes, {parts}"
     if memory is None:
         return f"{wanted}, but {budget} are available; lower --max-model-len or raise --kv-cache-memory-bytes"
     account = memory.account if budget >= memory.left else f"{memory.account}, and another rank's GPU {gib(budget)}"
@@ -65,9 +88,14 @@ def _does_not_fit(config: ResolvedConfig, length: int, per_block: int, budget: i
 
 
 def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Return the bytes of one block in all layers."""
-    shapes = (CacheShape(1, block_size, layer.kv_heads, layer.head_dim) for layer in model.layers)
-    return sum(shape.block_bytes(dtype) for shape in shapes)
+    """Return the bytes of one block of the grid in all layers."""
+    groups = cache_groups(model, dtype, block_size)
+    return groups.page_bytes * sum(group.pages for group in groups.groups)
+
+
+def _bytes_for(config: ResolvedConfig, groups: CacheGroups, length: int, requests: int = 1) -> int:
+    """Return the bytes of a cache for so many requests of `length` tokens at a time."""
+    return (requests * _request_pages(config, groups, -(-length // groups.grid)) + 1) * groups.page_bytes
 
 
 def cpu_cache_bytes(
@@ -96,12 +124,11 @@ def cpu_cache_bytes(
         )
     if asked is not None:
         return asked
-    one = -(-config.max_model_len // config.block_size)
-    block = block_bytes(model, dtype, config.block_size)
-    longest = (config.max_num_seqs * one + 1) * block
+    groups = cache_groups(model, dtype, config.block_size)
+    longest = _bytes_for(config, groups, config.max_model_len, config.max_num_seqs)
     if available is None:
         return min(CPU_CACHE_BYTES, longest)
-    free, least = available - weights, 0 if config.may_shorten else (one + 1) * block
+    free, least = available - weights, 0 if config.may_shorten else _bytes_for(config, groups, config.max_model_len)
     share = int(CPU_CACHE_SHARE * _part_of_cpus(config) * free) >> 30 << 30
     return min(longest, free, max(CPU_CACHE_BYTES, share, least))
 

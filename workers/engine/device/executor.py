@@ -54,6 +54,7 @@ class Executor:
             self._undo = undo.pop_all()
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
         self.weights_seconds = self._rank.weights_seconds
+        self.cache_groups = self._rank.runner.cache_groups
         self.model_digest = digest_of(checkpoint.folder)
         self.cache_memory = self._cache_memory()
 
@@ -80,15 +81,15 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def _cache_memory(self) -> CacheMemory | None:
-        """Return an object that populates blocks ahead of their use, or None.
+        """Return an object that populates pages ahead of their use, or None.
 
         It is None in three cases: the cache has its memory from the start; prefix caching is off,
-        so that freed blocks are reused first; there are several ranks.
+        so that freed pages are reused first; there are several ranks.
         """
-        lazy = self.runner.attention.lazy_cache
+        lazy = self.runner.layers[0].attention.lazy_cache
         if not (lazy and self.config.enable_prefix_caching and self.config.tensor_parallel_size == 1):
             return None
-        return CacheMemory([layer.cache for layer in self.runner.layers], available_memory)
+        return CacheMemory(self.runner.pages, available_memory)
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
         """Launch a step; one with guided samples calls `masks` between the model and the draw.

@@ -15,7 +15,7 @@ from workers.engine.messages.step import AddedRequest, PromptScores, StepPlan
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.pooling import PoolingModel
 
-_ONE_BLOCK = 1
+_ONE_PAGE = 1
 # A margin for fragmentation of the graphs' pool, and for the graphs themselves
 _GRAPH_ROUNDING = 1.25
 
@@ -23,10 +23,10 @@ _GRAPH_ROUNDING = 1.25
 def profile_memory(config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel) -> int:
     """Run the largest step and the largest decode step; return the bytes of CUDA graphs.
 
-    The cache has only the null block. Afterwards torch still holds the memory of the steps, so that
+    The cache has only the null page. Afterwards torch still holds the memory of the steps, so that
     the caller can measure it.
     """
-    runner = make_runner(config, backend, model, _ONE_BLOCK)
+    runner = make_runner(config, backend, model, _ONE_PAGE)
     graphs = _decode_bytes(runner) if isinstance(runner, ModelRunner) and runner.graphs is not None else 0
     runner.retire(runner.launch(largest_step(config)))
     return graphs

@@ -78,8 +78,8 @@ class ModelRunner(StepRunner):
     without `graphs`, run kernel by kernel.
     """
 
-    def __init__(self, config: ResolvedConfig, backend: Backend, model: DecoderModel, num_blocks: int) -> None:
-        super().__init__(config, backend, model, num_blocks)
+    def __init__(self, config: ResolvedConfig, backend: Backend, model: DecoderModel, num_pages: int) -> None:
+        super().__init__(config, backend, model, num_pages)
         self._backend, self.model = backend, model
         self.num_slots, self._max_model_len = config.max_num_seqs, config.max_model_len
         vocab = model.config.vocab_size

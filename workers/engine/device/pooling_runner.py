@@ -36,8 +36,8 @@ class PoolingRunner(StepRunner):
 
     graphs = None
 
-    def __init__(self, config: ResolvedConfig, backend: Backend, model: PoolingModel, num_blocks: int) -> None:
-        super().__init__(config, backend, model, num_blocks)
+    def __init__(self, config: ResolvedConfig, backend: Backend, model: PoolingModel, num_pages: int) -> None:
+        super().__init__(config, backend, model, num_pages)
         self.model = model
         task = "classify" if "classify" in model.config.tasks else "embed"
         self._params = [PoolingParams(task)] * config.max_num_seqs
@@ -130,11 +130,11 @@ class PoolingRunner(StepRunner):
 
 
 def make_runner(
-    config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel, num_blocks: int
+    config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel, num_pages: int
 ) -> ModelRunner | PoolingRunner:
     """Return the runner of a model's steps."""
     runner = PoolingRunner if isinstance(model, PoolingModel) else ModelRunner
-    return runner(config, backend, model, num_blocks)  # type: ignore[arg-type]
+    return runner(config, backend, model, num_pages)  # type: ignore[arg-type]
 
 
 def _positions(plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -19,7 +19,7 @@ from workers.engine.checkpoint.model_checkpoint import ModelCheckpoint, open_che
 from workers.engine.checkpoint.pooling_loader import load_pooling_model
 from workers.engine.checkpoint.weight_size import weight_bytes
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
-from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes, plan_cache, settle_prefix_caching
+from workers.engine.device.cache_plan import cache_groups, cpu_cache_bytes, plan_cache, settle_prefix_caching
 from workers.engine.device.device import check_gpu, usable_device
 from workers.engine.device.memory import GpuMemory, available_memory, gib
 from workers.engine.device.memory_profiling import profile_memory
@@ -77,18 +77,17 @@ class Rank:
     def settle(self, parallel: Parallel) -> tuple[ResolvedConfig, int]:
         """Load and allocate as one of the ranks in `parallel`; return when all have finished.
 
-        Returns the configuration with a `max_model_len` that fits, and the number of blocks; both
+        Returns the configuration with a `max_model_len` that fits, and the number of pages; both
         are the same on all ranks.
         """
         self._parallel = parallel
-        config, num_blocks = plan_cache(
-            self._config, self.model_config, self._cache_dtype, parallel.least(self.load()), self._memory
-        )
+        budget = parallel.least(self.load())
+        config, num_pages = plan_cache(self._config, self._model.config, self._cache_dtype, budget, self._memory)
         self.weights_seconds = time.monotonic() - self._began
         config = settle_prefix_caching(config, self.model_config)
-        self.allocate(config, num_blocks)
+        self.allocate(config, num_pages)
         parallel.least(0)
-        return config, num_blocks
+        return config, num_pages
 
     def load(self) -> int:
         """Read the weights; return the bytes that this rank has for its KV cache."""
@@ -110,9 +109,9 @@ class Rank:
         available = available_memory()
         share = None if available is None else available // parallel.size
         budget = cpu_cache_bytes(config, model, self._cache_dtype, weights, share)
-        planned, _ = plan_cache(config, model, self._cache_dtype, budget)
+        self._config, _ = plan_cache(config, model, self._cache_dtype, budget)
         with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit into memory"):
-            self._model = self._load_model(planned.max_model_len)
+            self._model = self._load_model(self._config.max_model_len)
         return budget
 
     def _load_on_gpu(self, weights: int) -> int:
@@ -152,12 +151,12 @@ class Rank:
             return load_pooling_model(checkpoint, self.dtype, self.device, max_model_len, ops)
         return load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel)
 
-    def allocate(self, config: ResolvedConfig, num_blocks: int) -> None:
-        """Allocate a cache of `num_blocks` blocks; `config` has a `max_model_len` that fits."""
-        cache = gib(num_blocks * block_bytes(self.model_config, self._cache_dtype, config.block_size))
+    def allocate(self, config: ResolvedConfig, num_pages: int) -> None:
+        """Allocate a cache of `num_pages` pages; `config` has a `max_model_len` that fits."""
+        cache = gib(num_pages * cache_groups(self._model.config, self._cache_dtype, config.block_size).page_bytes)
         advice = "lower kv_cache_memory_bytes or gpu_memory_utilization"
         with _refusing(f"a KV cache of {cache} does not fit into memory beside the weights; {advice}"):
-            self.runner = make_runner(config, self._backend, self._model, num_blocks)
+            self.runner = make_runner(config, self._backend, self._model, num_pages)
             self.runner.prepare()
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.attention.base import Metadata
-from workers.engine.messages.step import StepPlan
+from workers.engine.messages.cache_groups import CacheGroups
+from workers.engine.messages.step import NewBlocks, StepPlan
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class StepInputs:
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     lengths: Tensor  # int64 [T], see DecoderModel.forward
-    metadata: Metadata
+    metadata: list[Metadata]  # by column of the block tables
     last: Tensor  # int64 [R], the token after which each is sampled
     slots: Tensor  # int32 or int64 [R], the slots of their rows
     # Int32 or int64 [R], tokens before each sampled token: its position
@@ -72,3 +73,12 @@ class Inputs(ABC):
     def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_samples: int) -> StepInputs:
         """Return the inputs of the staged step; nothing else on the host is used."""
         raise NotImplementedError
+
+
+def column_pages(groups: CacheGroups, new: NewBlocks) -> tuple[int, NDArray[np.int32]]:
+    """Return new blocks as they are in the block tables of their group's columns: the index of the
+    first page, and the pages [columns, pages].
+    """
+    columns, parts = groups.groups[new.group].columns, groups.grid // groups.groups[new.group].block_size
+    pages = np.array(new.block_ids, np.int32).reshape(-1, columns, parts)
+    return new.first * parts, pages.transpose(1, 0, 2).reshape(columns, -1)

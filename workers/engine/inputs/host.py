@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention.base import AttentionMetadata
+from workers.engine.attention.base import AttentionMetadata, Metadata
 from workers.engine.cuda.staging import to_device
-from workers.engine.inputs.base import Inputs, StepInputs
+from workers.engine.inputs.base import Inputs, StepInputs, column_pages
+from workers.engine.messages.cache_groups import CacheGroups
 from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
 
 
 class HostInputs(Inputs):
     """Inputs built on the host; only the token table is on the device."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, groups: CacheGroups, device: torch.device) -> None:
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.prompt_lengths = np.zeros(num_slots, np.int64)
         self._prompt_lengths = torch.from_numpy(self.prompt_lengths)
-        self._block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
-        self._block_size = block_size
+        self._groups = groups
+        blocks = -(-max_model_len // groups.grid)
+        # By group [columns, slots, pages of all blocks]
+        self._tables = [
+            np.zeros((group.columns, num_slots, blocks * (groups.grid // group.block_size)), np.int32)
+            for group in groups.groups
+        ]
+        self._columns = [
+            (table, group.block_size)
+            for group, of_group in zip(groups.groups, self._tables, strict=True)
+            for table in of_group
+        ]
         self._device = device
         self._where: tuple[Tensor, ...] = ()  # slots and columns of the tokens sampled by the step
         self._sampled = torch.empty(0, dtype=torch.int32, device=device)
@@ -35,13 +47,15 @@ class HostInputs(Inputs):
         rows = np.repeat(np.arange(len(plan.counts)), plan.counts)
         positions = np.arange(len(rows)) + (plan.starts - query_start[:-1])[rows]
         slots = plan.slots[rows]
-        columns, offsets = np.divmod(positions, self._block_size)
-        mapping = self._block_tables[slots, columns] * np.int64(self._block_size) + offsets
         lengths = np.maximum(self.prompt_lengths[slots], positions + 1)
-        of_tokens = to_device(np.array((slots, positions, lengths, mapping), np.int64), self._device).unbind()
+        mappings = [_slot_mapping(table, size, slots, positions) for table, size in self._columns]
+        of_tokens = to_device(np.array((slots, positions, lengths, *mappings), np.int64), self._device).unbind()
         contexts = plan.starts + plan.counts
-        longest = -(-int(contexts.max()) // self._block_size)
-        metadata = AttentionMetadata(of_tokens[3], query_start, contexts, self._block_tables[:, :longest][plan.slots])
+        longest = int(contexts.max())
+        metadata: list[Metadata] = [
+            AttentionMetadata(mapping, query_start, contexts, table[:, : -(-longest // size)][plan.slots])
+            for mapping, (table, size) in zip(of_tokens[3:], self._columns, strict=True)
+        ]
         sampled, later = plan.sampled()
         of_samples = np.array((query_start[1:] - 1, plan.slots, contexts), np.int64)[:, sampled]
         of_samples[::2] -= later
@@ -61,8 +75,17 @@ class HostInputs(Inputs):
         self.tokens[request.slot, : len(request.token_ids)] = to_device(
             np.array(request.token_ids, np.int32), self._device
         )
-        self._block_tables[request.slot] = 0
+        for table in self._tables:
+            table[:, request.slot] = 0
         self.prompt_lengths[request.slot] = request.prompt_length
 
     def _extend(self, new: NewBlocks) -> None:
-        self._block_tables[new.slot, new.first : new.first + len(new.block_ids)] = new.block_ids
+        first, pages = column_pages(self._groups, new)
+        self._tables[new.group][:, new.slot, first : first + pages.shape[1]] = pages
+
+
+def _slot_mapping(
+    table: NDArray[np.int32], block_size: int, slots: NDArray[np.int32], positions: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    blocks, offsets = np.divmod(positions, block_size)
+    return table[slots, blocks] * np.int64(block_size) + offsets

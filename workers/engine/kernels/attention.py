@@ -12,7 +12,8 @@ Gimelshein, 2018; Dao, 2023: FlashAttention-2), splitting the context follows Da
 that a launch can be recorded in a CUDA graph.
 
 The cache of a layer is [2, num_blocks, kv_heads, block_size, d], keys before values. It may have
-any block size: a tile gathers its keys token by token, d contiguous elements each.
+any block size: a tile gathers its keys token by token, d contiguous elements each. Keys before a
+window may have been freed: they are neither looked up nor multiplied.
 """
 
 from __future__ import annotations
@@ -215,6 +216,7 @@ def _tiles(
     values,
     table,
     positions,
+    oldest,
     first,
     last,
     scale,
@@ -235,6 +237,8 @@ def _tiles(
 ):
     """Add the keys from `first`, a multiple of TILE, to `last` to the running softmax.
 
+    No query sees a key before `oldest`.
+
     Without MASKED, every query sees all of these keys.
     """
     d = tl.arange(0, BLOCK_D)
@@ -242,7 +246,8 @@ def _tiles(
     # Blocks are looked up one tile ahead, so that loads of keys and values do not wait for another
     # load of their iteration: dependent loads would keep only half as many bytes in flight. After
     # the last key, its block is used again, so that only the row's blocks are read.
-    block = tl.load(table + tl.minimum(first + tl.arange(0, TILE), tl.maximum(last, 1) - 1) // BLOCK_SIZE)
+    place = tl.minimum(first + tl.arange(0, TILE), tl.maximum(last, 1) - 1)
+    block = tl.load(table + (tl.maximum(place, oldest) if BEFORE >= 0 else place) // BLOCK_SIZE)
     for tile in tl.range(first, last, TILE):
         key = tile + tl.arange(0, TILE)
         places = block.to(tl.int64) * BLOCK_STRIDE + key % BLOCK_SIZE * HEAD_DIM
@@ -268,11 +273,12 @@ def _tiles(
         weights = tl.exp2(scores * scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
-        # Memory after the last key may contain NaN, and zero times NaN is NaN, so it is replaced
+        # Other keys' memory may contain NaN, and zero times NaN is NaN, so it is replaced
+        inside = (key < last) & (key >= oldest) if BEFORE >= 0 else key < last
         if MASKED and whole_head:
-            v = tl.load(values + offsets, mask=key[:, None] < last, other=0.0)
+            v = tl.load(values + offsets, mask=inside[:, None], other=0.0)
         elif MASKED:
-            v = tl.load(values + offsets, mask=(key[:, None] < last) & (d[None, :] < HEAD_DIM), other=0.0)
+            v = tl.load(values + offsets, mask=inside[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
         elif whole_head:
             v = tl.load(values + offsets)
         else:
@@ -304,6 +310,7 @@ def attend(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -340,10 +347,10 @@ def attend(
         tile = tl.clamp(tile.to(tl.float32), -_LARGEST_FP16, _LARGEST_FP16)
     tile = tile.to(DOT)
     positions = position + query
-    block_stride: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
     keys = cache + head * (BLOCK_SIZE * HEAD_DIM)
-    values = keys + num_blocks.to(tl.int64) * block_stride
+    values = keys + num_blocks.to(tl.int64) * BLOCK_STRIDE
     table = block_tables + slot * table_stride
+    oldest = _oldest(position, BEFORE, CHUNK) if BEFORE >= 0 else position * 0
 
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], _FAR_BELOW, tl.float32)
@@ -359,19 +366,19 @@ def attend(
             entered = tl.cdiv(_oldest(position + queries - 1, BEFORE, CHUNK), TILE) * TILE
             middle = tl.maximum(first, tl.minimum(entered, last))
             weighted, top, total = _tiles(
-                tile, weighted, top, total, keys, values, table, positions, first, middle, scale, soft_cap, bias,
-                q_head, block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, True, DOT,
+                tile, weighted, top, total, keys, values, table, positions, oldest, first, middle, scale, soft_cap,
+                bias, q_head, BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, True, DOT,
             )  # fmt: skip
         seen_by_first = tl.minimum(position + 1 + AFTER, last) if AFTER >= 0 else last
         diagonal = tl.maximum(middle, seen_by_first // TILE * TILE)
         weighted, top, total = _tiles(
-            tile, weighted, top, total, keys, values, table, positions, middle, diagonal, scale, soft_cap, bias, q_head,
-            block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, False, DOT,
+            tile, weighted, top, total, keys, values, table, positions, oldest, middle, diagonal, scale, soft_cap, bias,
+            q_head, BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, False, DOT,
         )  # fmt: skip
         first = diagonal
     weighted, top, total = _tiles(
-        tile, weighted, top, total, keys, values, table, positions, first, last, scale, soft_cap, bias, q_head,
-        block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, True, DOT,
+        tile, weighted, top, total, keys, values, table, positions, oldest, first, last, scale, soft_cap, bias, q_head,
+        BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, CHUNK, REACH, True, DOT,
     )  # fmt: skip
 
     nothing = total == 0.0

@@ -5,16 +5,18 @@ rest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention.base import DeviceMetadata
+from workers.engine.attention.base import DeviceMetadata, Metadata
 from workers.engine.cuda.staging import RESULTS, StagingRing, to_device
-from workers.engine.inputs.base import Inputs, StepInputs
+from workers.engine.inputs.base import Inputs, StepInputs, column_pages
 from workers.engine.kernels import inputs as kernels
+from workers.engine.messages.cache_groups import CacheGroups
 from workers.engine.messages.step import StepPlan
 
 _BUFFER_WORDS = 1 << 18
@@ -33,13 +35,18 @@ class DeviceInputs(Inputs):
     long prompts at once, are sent earlier in separate buffers.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        max_blocks = -(-max_model_len // block_size)
+    def __init__(self, num_slots: int, max_model_len: int, groups: CacheGroups, device: torch.device) -> None:
+        self._groups = groups
+        self._block_sizes = tuple(group.block_size for group in groups.columns)
+        pages = -(-max_model_len // groups.grid) * (groups.grid // min(self._block_sizes))
+        if len(self._block_sizes) > 1:
+            pages = kernels.aligned(pages)
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.prompt_lengths = np.zeros(num_slots, np.int64)
         self.device_prompt_lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
-        self._block_size = block_size
+        # [columns of all groups, slots, pages]
+        self.block_tables = torch.zeros((len(self._block_sizes), num_slots, pages), dtype=torch.int32, device=device)
+        self._tables = self.block_tables.unbind()
         self._max_model_len = max_model_len
         self._rows = -(-num_slots // kernels.FIRST) * kernels.FIRST
         self._runs_at = kernels.runs_at(self._rows)
@@ -76,16 +83,25 @@ class DeviceInputs(Inputs):
             self.tokens,
             self.block_tables,
             self.device_prompt_lengths,
-            self._block_size,
+            self._block_sizes,
             max(num_rows, num_samples),
             num_tokens,
             max_query,
         )
-        input_ids, positions, lengths, slot_mapping = of_tokens
+        input_ids, positions, lengths, *mappings = of_tokens
         of_row, query_start = self._view(0, num_rows), self._view(2, num_rows + 1)
-        metadata = DeviceMetadata(
-            slot_mapping, query_start, of_rows[0, :num_rows], of_row, self.block_tables, max_query, max_context
-        )
+        lengths_of_rows = query_start, of_rows[0, :num_rows], of_row
+        # Records of work hold no places of blocks, so columns of one group share them
+        prepared: list[dict[Any, Any]] = [{} for _ in self._groups.groups]
+        shared = [
+            of_group
+            for of_group, group in zip(prepared, self._groups.groups, strict=True)
+            for _ in range(group.columns)
+        ]
+        metadata: list[Metadata] = [
+            DeviceMetadata(mapping, *lengths_of_rows, tables, max_query, max_context, of_column)
+            for mapping, tables, of_column in zip(mappings, self._tables, shared, strict=True)
+        ]
         slots, ends = of_rows[1:, :num_samples]
         last = last[:num_samples]
         return StepInputs(input_ids, positions, lengths, metadata, last, slots, ends, self.device_prompt_lengths)
@@ -160,7 +176,7 @@ class DeviceInputs(Inputs):
         """Yield all writes, in pieces that fit into a buffer; at least one piece."""
         piece: list[Write] = []
         words = 0
-        for write in _writes(plan):
+        for write in self._writes(plan):
             size = len(write[3]) + kernels.RUN * (len(write[3]) // kernels.CHUNK + 1)
             if words + size > _BUFFER_WORDS:
                 yield piece
@@ -169,12 +185,18 @@ class DeviceInputs(Inputs):
             words += size
         yield piece
 
+    def _writes(self, plan: StepPlan) -> Iterator[Write]:
+        for request in plan.added:
+            yield kernels.PROMPT_LENGTHS, request.slot, 0, [request.prompt_length]
+            yield from _parts(kernels.TOKENS, request.slot, 0, request.token_ids)
+        slots = self.block_tables.shape[1]
+        for new in plan.new_blocks:
+            column = sum(group.columns for group in self._groups.groups[: new.group])
+            first, pages = column_pages(self._groups, new)
+            for index, of_column in enumerate(pages.tolist(), column):
+                yield from _parts(kernels.BLOCKS, index * slots + new.slot, first, of_column)
 
-def _writes(plan: StepPlan) -> Iterator[Write]:
-    for request in plan.added:
-        yield kernels.PROMPT_LENGTHS, request.slot, 0, [request.prompt_length]
-        for first in range(0, len(request.token_ids), _MOST_VALUES):
-            yield kernels.TOKENS, request.slot, first, request.token_ids[first : first + _MOST_VALUES]
-    for new in plan.new_blocks:
-        for first in range(0, len(new.block_ids), _MOST_VALUES):
-            yield kernels.BLOCKS, new.slot, new.first + first, new.block_ids[first : first + _MOST_VALUES]
+
+def _parts(table: int, row: int, column: int, values: Sequence[int]) -> Iterator[Write]:
+    for first in range(0, len(values), _MOST_VALUES):
+        yield table, row, column + first, values[first : first + _MOST_VALUES]

@@ -66,17 +66,17 @@ def _apply_runs(
 def _build(
     staged,
     tokens,  # int32 [slots, columns]
-    block_tables,  # int32 [slots, max_blocks]
+    block_tables,  # int32 [block tables, slots, max_blocks]
     prompt_lengths,  # int32 [slots]
     columns,
     max_blocks,
-    block_size,
     num_slots,
-    of_tokens,  # int64 [4, token_stride], out: input ids, positions, lengths, slot mapping
+    of_tokens,  # int64 [3 + block tables, token_stride], out: see `build`
     token_stride,
     of_rows,  # int32 [3, row_stride], out: context lengths; slot and length of the samples
     row_stride,
     last,  # int64 [num_rows], out: the token after which each sample comes
+    BLOCK_SIZES: tl.constexpr,  # of each block table
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -97,13 +97,17 @@ def _build(
     known = offset < tl.where(real, behind - first, 0)
     position = start + offset
     token = tl.load(tokens + slot * columns + position, mask=known, other=0)
-    block = tl.load(block_tables + slot * max_blocks + position // block_size, mask=known, other=0).to(tl.int64)
     length = tl.maximum(tl.load(prompt_lengths + slot), position + 1)
     place = of_tokens + first + offset
     tl.store(place, token.to(tl.int64), mask=inside)
     tl.store(place + token_stride, tl.where(known, position, 0).to(tl.int64), mask=inside)
     tl.store(place + 2 * token_stride, tl.where(known, length, 1).to(tl.int64), mask=inside)
-    tl.store(place + 3 * token_stride, tl.where(known, block * block_size + position % block_size, 0), mask=inside)
+    for table in tl.static_range(len(BLOCK_SIZES)):
+        block_size = BLOCK_SIZES[table]
+        blocks = block_tables + (table * num_slots + slot) * max_blocks
+        block = tl.load(blocks + position // block_size, mask=known, other=0).to(tl.int64)
+        mapping = tl.where(known, block * block_size + position % block_size, 0)
+        tl.store(place + (3 + table) * token_stride, mapping, mask=inside)
     if tl.program_id(1) == 0:
         tl.store(of_rows + row, tl.where(real, start + behind - first, 0))
         sample = tl.load(sampling + row)
@@ -145,7 +149,7 @@ def apply_runs(staged: Tensor, rows: int, tokens: Tensor, block_tables: Tensor, 
         block_tables,
         prompt_lengths,
         tokens.shape[1],
-        block_tables.shape[1],
+        block_tables.shape[-1],
         ROWS=rows,
         PROGRAMS=_PROGRAMS,
     )
@@ -157,14 +161,15 @@ def build(
     tokens: Tensor,
     block_tables: Tensor,
     prompt_lengths: Tensor,
-    block_size: int,
+    block_sizes: tuple[int, ...],
     num_rows: int,
     num_tokens: int,
     max_query: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the input tensors of a step.
 
-    1. int64 [4, num_tokens]: input ids, positions, lengths, slot mapping
+    1. int64 [3 + block tables, num_tokens]: input ids, positions, lengths, and a slot mapping for
+       each block table
     2. int32 [3, num_rows]: context lengths of the rows, slots of the samples (for padding: the slot
        after the last), and numbers of tokens before the samples
     3. int64 [num_rows]: the token after which each sample comes
@@ -173,8 +178,8 @@ def build(
     """
     # The rows of both tensors are aligned for all lengths: another alignment would compile another
     # kernel.
-    token_stride, row_stride = _aligned(num_tokens), _aligned(num_rows)
-    of_tokens = torch.empty((4, token_stride), dtype=torch.int64, device=staged.device)
+    token_stride, row_stride = aligned(num_tokens), aligned(num_rows)
+    of_tokens = torch.empty((3 + len(block_sizes), token_stride), dtype=torch.int64, device=staged.device)
     of_rows = torch.empty((3, row_stride), dtype=torch.int32, device=staged.device)
     last = torch.empty(num_rows, dtype=torch.int64, device=staged.device)
     block = 1 if max_query == 1 else _TOKENS_AT_ONCE
@@ -184,14 +189,14 @@ def build(
         block_tables,
         prompt_lengths,
         tokens.shape[1],
-        block_tables.shape[1],
-        block_size,
+        block_tables.shape[-1],
         prompt_lengths.shape[0],
         of_tokens,
         token_stride,
         of_rows,
         row_stride,
         last,
+        BLOCK_SIZES=block_sizes,
         ROWS=rows,
         BLOCK=block,
     )
@@ -209,5 +214,6 @@ def store(staged: Tensor, rows: int, sampled: Tensor, tokens: Tensor, results: T
     )
 
 
-def _aligned(number: int) -> int:
+def aligned(number: int) -> int:
+    """Return a number rounded up, so that rows as long as this are aligned alike."""
     return -(-number // FIRST) * FIRST

@@ -64,15 +64,22 @@ class TritonAttention:
         self._dot = kernels.dot_type(dtype, self._cache_dtype)
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
+        size = (2, self._shape.num_blocks, self._shape.stride)
+        pages = (torch.zeros(size, dtype=self._cache_dtype, device=self._device) for _ in range(num_layers))
+        return [self.view(of_layer) for of_layer in pages]
+
+    def view(self, cache: Tensor) -> Tensor:
         s = self._shape
-        size = (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim)
-        return [torch.zeros(size, dtype=self._cache_dtype, device=self._device) for _ in range(num_layers)]
+        inner = s.block_size * s.head_dim, s.head_dim, 1
+        return cache.as_strided(
+            (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim), (s.num_blocks * s.stride, s.stride, *inner)
+        )
 
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer_cache: Tensor,
         metadata: Metadata,
         shape: AttentionShape,
@@ -80,7 +87,8 @@ class TritonAttention:
         bias: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
-        write(k, v, layer_cache, metadata.slot_mapping)
+        if k is not None and v is not None:
+            write(k, v, layer_cache, metadata.slot_mapping)
         return self.attend(q, layer_cache, metadata, shape, sinks, bias)
 
     def forward_rotary(
@@ -132,6 +140,7 @@ class TritonAttention:
             GROUP=self._group,
             HEAD_DIM=s.head_dim,
             BLOCK_SIZE=s.block_size,
+            BLOCK_STRIDE=s.stride,
             **_reaches(shape.pattern),
             REACH=0 if bias is None else bias.shape[1] // 2,
             BLOCK_M=pieces.choice.block_m,
@@ -164,7 +173,7 @@ class TritonAttention:
 
     def _pieces(self, metadata: DeviceMetadata, tokens: int, pattern: AttentionPattern) -> Pieces:
         # A plan from before a recording would not be repeated when the graph is replayed.
-        key = (pattern, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
+        key = (self, pattern, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
         if key not in metadata.prepared:
             metadata.prepared[key] = self._plan(metadata, tokens, pattern)
         pieces: Pieces = metadata.prepared[key]

@@ -22,7 +22,8 @@ def rotate_and_write(
     kv_heads, block_size, d] and return the queries [T, heads, d].
 
     Queries and keys are first normed, if there are norms, and rotated, all in float32 and rounded
-    once. Without `rotary` the queries are returned unchanged, as a view.
+    once. Without `rotary` the queries are returned unchanged, as a view. Of qkv [T, heads, d]
+    nothing is written.
     """
     if rotary is None:
         kv_heads = layer_cache.shape[2]
@@ -32,7 +33,7 @@ def rotate_and_write(
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
-    query_norm, key_norm = rotary.query_norm, rotary.key_norm
+    query_norm, key_norm = rotary.query_norm, rotary.key_norm or rotary.query_norm
     _rotate_and_write[(tokens, triton.cdiv(total, _HEADS))](
         qkv,
         rotary.cos,

@@ -28,7 +28,7 @@ _RUNS = 20
 
 def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, TileChoice]:
     """Return the tiles of "decode" and "prefill" steps; without a GPU, the usual ones."""
-    return dict(_choices(replace(shape, num_blocks=1), num_heads, dtype, device))
+    return dict(_choices(replace(shape, num_blocks=1, page_keys=None), num_heads, dtype, device))
 
 
 @cache  # in case no file can be written: a replica creates its attention twice

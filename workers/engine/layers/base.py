@@ -107,6 +107,8 @@ class AttentionShape:
     pattern: AttentionPattern = AttentionPattern()
     kv_copies: int = 1  # ranks that have the same key-value heads
     soft_cap: float | None = None  # limit of scores: soft_cap * tanh(score / soft_cap)
+    # The earlier layer whose keys and values it reads, which it neither computes nor stores
+    reads: int | None = None
 
     @property
     def queries(self) -> int:
@@ -135,8 +137,11 @@ class RotaryHeads:
 class AttentionContext(Protocol):
     """Attention of one step for the layers; it hides the paged cache and the step's rows."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write k and v to the cache and compute attention.
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Write k and v to the cache and compute attention; both are None for a layer that reads
+        another's.
 
         q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]. `sinks`: see `AttentionPart`.
         """
@@ -144,7 +149,7 @@ class AttentionContext(Protocol):
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:
         """Compute the same from qkv [T, heads + 2 * kv_heads, d], whose queries and keys are not
-        yet normed and rotated.
+        yet normed and rotated; from queries [T, heads, d] alone for a layer that reads another's.
         """
         ...
 

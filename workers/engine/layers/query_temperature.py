@@ -35,7 +35,9 @@ class _TemperedAttention:
         self._attend, self._heads, self._factors = attend, heads, factors
         self.check_interruption = attend.check_interruption
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
         return self._attend(layer, q * self._factors.to(q.dtype), k, v, sinks)
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:

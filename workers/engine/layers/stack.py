@@ -64,19 +64,19 @@ def _attend(
     index: int, part: AttentionPart, x: Tensor, rotations: Sequence[Rotation], attend: AttentionContext
 ) -> Tensor:
     shape = part.shape
-    qkv = part.qkv(x)
+    qkv, stored = part.qkv(x), shape.kv_heads if shape.reads is None else 0
     if part.row_norm is not None:
         part.row_norm(qkv)
-    heads = qkv.view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+    heads = qkv.view(-1, shape.heads + 2 * stored, shape.head_dim)
     if part.value_norm is not None:
-        values = heads[:, shape.heads + shape.kv_heads :]
+        values = heads[:, shape.heads + stored :]
         values.copy_(part.value_norm(values))
     if rotations:
         rotary = RotaryHeads(*rotations[part.rotation], part.query_norm, part.key_norm, part.norm_after_rotation)
         attended = attend.rotary(index, heads, rotary, part.sinks)
     else:
-        q, k, v = heads.tensor_split([shape.heads, shape.heads + shape.kv_heads], 1)
-        attended = attend(index, q, k, v, part.sinks)
+        q, k, v = heads.tensor_split([shape.heads, shape.heads + stored], 1)
+        attended = attend(index, q, k if stored else None, v if stored else None, part.sinks)
     return part.output(attended.flatten(1))
 
 

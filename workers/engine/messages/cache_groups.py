@@ -71,6 +71,21 @@ class CacheGroups:
         return self.layers_per_page * self.layer_bytes
 
     @property
+    def columns(self) -> tuple[CacheGroup, ...]:
+        """Return the group of each column, in the order of the block tables."""
+        return tuple(group for group in self.groups for _ in range(group.columns))
+
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Return the column of each layer that keeps something, and its place in a page."""
+        places, first = {}, 0
+        for group in self.groups:
+            for index, layer in enumerate(group.layers):
+                column, place = divmod(index, self.layers_per_page)
+                places[layer] = first + column, place
+            first += group.columns
+        return places
+
+    @property
     def padding(self) -> float:
         """Return the share of the bytes of a block of all groups that no layer uses."""
         used = sum(len(group.layers) * group.token_bytes for group in self.groups) * self.grid
@@ -90,7 +105,9 @@ def group_layers(layers: Sequence[LayerCache | None], block_size: int) -> CacheG
             kinds.setdefault((layer.rule, layer.shape), []).append(index)
     kept = [layer for layer in layers if layer is not None]
     token_bytes = {(layer.rule, layer.shape): layer.token_bytes for layer in kept}
-    ways = [_divide(kinds, token_bytes, block_size, size) for size in range(1, max(map(len, kinds.values())) + 1)]
+    most = max(map(len, kinds.values()))
+    sizes = [most] if len(kinds) == 1 else range(1, most + 1)
+    ways = [_divide(kinds, token_bytes, block_size, size) for size in sizes]
     fits = [way for way in ways if _wastes_little(way)]
     if not fits:
         return min(ways, key=lambda way: way.padding)

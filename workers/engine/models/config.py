@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from workers.engine.layers.rope_config import RopeConfig
+from workers.engine.messages.cache_groups import CacheRule, LayerCache
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.pooling_config import PoolingConfig
 
@@ -58,6 +59,14 @@ class ModelConfig:
         bidirectional = not all(layer.pattern.causal for layer in self.layers)
         return bidirectional or (self.pooling is not None and self.pooling.modes != ("last",))
 
+    def layer_caches(self, number_bytes: int) -> list[LayerCache | None]:
+        """Return what each layer keeps, in numbers of so many bytes; None if it reads another's.
+
+        A model that computes whole prompts in one step keeps nothing longer than that.
+        """
+        whole = self.whole_prompts
+        return [None if layer.reads is not None else _layer_cache(layer, number_bytes, whole) for layer in self.layers]
+
     @property
     def tasks(self) -> tuple[str, ...]:
         """Return the tasks that requests may ask for."""
@@ -98,6 +107,11 @@ class ModelConfig:
     def rotation(self, layer: int) -> int:
         """Return the index in `ropes` of a layer's rotation."""
         return self.rotations[layer] if self.rotations else 0
+
+
+def _layer_cache(layer: AttentionShape, number_bytes: int, keeps_all: bool) -> LayerCache:
+    rule = CacheRule() if keeps_all else CacheRule(window=layer.pattern.window)
+    return LayerCache(rule, 2 * layer.keys * number_bytes, (layer.kv_heads, layer.head_dim))
 
 
 def shard_model(model: ModelConfig, size: int) -> ModelConfig:

@@ -192,18 +192,19 @@ class _LayerLoader:
         ]
         values_name = names.keys if self._index in variant.keys_as_values else names.values
         tensors = [f"{self._name}.{name}" for name in (names.queries, names.keys, values_name)]
+        parts, keeps = (3, True) if shape.reads is None else (1, False)
         return AttentionPart(
             shape,
-            load_fused(weights, tensors, hidden, rows, variant.qkv_bias),
+            load_fused(weights, tensors[:parts], hidden, rows[:parts], variant.qkv_bias),
             load_row_parallel(
                 weights, f"{self._name}.{names.output}", parallel.shard(shape.queries), hidden, variant.output_bias
             ),
             self._head_norm(names.query_norm, parallel.shard(shape.heads)),
-            self._head_norm(names.key_norm, parallel.shard(shape.kv_heads, shape.kv_copies)),
+            self._head_norm(names.key_norm, parallel.shard(shape.kv_heads, shape.kv_copies)) if keeps else None,
             self._config.rotation(self._index),
             variant.norm_after_rotation,
             row_norm=self._row_norm(),
-            value_norm=UnweightedNorm(weights, shape.head_dim, self._config.norm_eps) if variant.value_norm else None,
+            value_norm=self._value_norm() if keeps else None,
         )
 
     def _order(self) -> Tensor | None:
@@ -234,6 +235,11 @@ class _LayerLoader:
         rows = parallel.shard(shape.queries), parallel.shard(shape.keys, shape.kv_copies)
         tensors = [f"{self._name}.{name}" for name in (names.query_norm, names.key_norm)]
         return RowRMSNorm(self._weights, tensors, rows, self._config.norm_eps, shape.kv_copies)
+
+    def _value_norm(self) -> HeadNorm | None:
+        if not self._variant.value_norm:
+            return None
+        return UnweightedNorm(self._weights, self._shape.head_dim, self._config.norm_eps)
 
     def _mlp(self) -> MlpPart:
         config, variant, weights, names = self._config, self._variant, self._weights, self._variant.names

@@ -169,7 +169,9 @@ def replays(model: TransformersModel, record: Callable[[Work], Work]) -> bool:
 class _NoAttention:
     """An attention that returns each token's queries."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
         return q
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads, sinks: Tensor | None = None) -> Tensor:

@@ -65,6 +65,7 @@ class _Step(ctypes.Structure):
         *((name, _Strides) for name in ("query_stride", "key_stride", "value_stride")),
         ("bias", ctypes.c_void_p),
         ("bias_stride", ctypes.c_ssize_t),
+        ("block_stride", ctypes.c_ssize_t),
     ]
 
 
@@ -116,17 +117,18 @@ class CpuAttention:
         self._partials = torch.empty(0, dtype=torch.float32)
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
-        s = self._shape
-        return [
-            huge_zeros((s.num_blocks, s.kv_heads, 2 * s.block_size * s.head_dim), self._cache_dtype)
-            for _ in range(num_layers)
-        ]
+        size = self._shape.num_blocks, 2 * self._shape.stride
+        return [self.view(huge_zeros(size, self._cache_dtype)) for _ in range(num_layers)]
+
+    def view(self, cache: Tensor) -> Tensor:
+        s, head = self._shape, 2 * self._shape.block_size * self._shape.head_dim
+        return cache.as_strided((s.num_blocks, s.kv_heads, head), (2 * s.stride, head, 1))
 
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer_cache: Tensor,
         metadata: Metadata,
         shape: AttentionShape,
@@ -146,7 +148,11 @@ class CpuAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         prepared, rotation = self._prepared(metadata, shape.pattern, None), head_rotation(rotary.cos, rotary.sin)
+        k: Tensor | None
+        v: Tensor | None
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
+        if qkv.shape[1] == self._heads:
+            k = v = None
         norms = [head_norm(norm, rotary.norm_after_rotation) for norm in (rotary.query_norm, rotary.key_norm)]
         return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape, sinks, norms)
 
@@ -161,23 +167,24 @@ class CpuAttention:
         prepared: PreparedStep,
         rotation: HeadRotation | None,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer_cache: Tensor,
         shape: AttentionShape,
         sinks: Tensor | None,
         norms: Sequence[NormWeights | None] = (None, None),
     ) -> Tensor:
         """Attend; `norms`: of the queries and the keys."""
-        prepared.set_strides(q.stride(), k.stride(), v.stride())
+        stored = (q if k is None else k), (q if v is None else v)
+        prepared.set_strides(q.stride(), *(x.stride() for x in stored))
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(
             prepared.pointer,
             None if rotation is None else ctypes.addressof(rotation),
             layer_cache.data_ptr(),
             q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
+            None if k is None else k.data_ptr(),
+            None if v is None else v.data_ptr(),
             out.data_ptr(),
             *(None if norm is None else ctypes.addressof(norm) for norm in norms),
             shape.scale,
@@ -188,9 +195,9 @@ class CpuAttention:
 
     def _prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None) -> PreparedStep:
         assert isinstance(metadata, AttentionMetadata)
-        prepared: PreparedStep | None = metadata.prepared.get(pattern)
+        prepared: PreparedStep | None = metadata.prepared.get((self, pattern))
         if prepared is None or prepared.bias is not bias:
-            prepared = metadata.prepared[pattern] = self._prepare(metadata, pattern, bias)
+            prepared = metadata.prepared[self, pattern] = self._prepare(metadata, pattern, bias)
         return prepared
 
     def _prepare(self, metadata: AttentionMetadata, pattern: AttentionPattern, bias: Tensor | None) -> PreparedStep:
@@ -215,6 +222,7 @@ class CpuAttention:
             *(len(slots), rows, arrays[2].shape[1], threads, 1, 0),
             *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead)), partials_at.ctypes.data),
             *(None, self._scratch.data_ptr(), self._scratch_size),
+            block_stride=2 * s.stride * self._cache_dtype.itemsize // 4,
         )
         reaching = None
         if bias is not None:

@@ -33,8 +33,8 @@ class CacheMemory:
     def __init__(self, caches: Sequence[Tensor], available: Callable[[], int | None]) -> None:
         """Start with no used blocks.
 
-        `caches` are one per layer, [num_blocks, …]. `available` returns the bytes that are free,
-        None if unknown.
+        `caches` are one per layer of a block, [num_blocks, …]. `available` returns the bytes that
+        are free, None if unknown.
         """
         self._caches, self._available = caches, available
         self._num_blocks = len(caches[0])

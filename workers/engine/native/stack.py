@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class NativeStack(LayerStack):
         sizes = len(layers), self._hidden, queries, keys, _MLP_ROWS, self._dtype == torch.float32
         self._c_stack = _Stack(self._c_layers, _c_norm(norm), post_norm, *sizes)
         self._pointer = ctypes.addressof(self._c_stack)
-        self._patterns: list[AttentionPattern] = []
+        self._steps: list[tuple[CpuAttention, int, AttentionPattern]] = []
         self._cached: Sequence[CachedLayer] = []
         self._room = 0  # capacity of the buffers in tokens
         self._run = _run_stack()
@@ -85,8 +86,10 @@ class NativeStack(LayerStack):
         tokens, hidden = len(hidden), hidden.contiguous()
         if tokens > self._room:
             self._make_room(tokens)
-        attention, metadata = attend.layers[0].attention, attend.metadata[0]
-        steps = [attention.prepared(metadata, pattern, attend.bias, self._qkv).pointer for pattern in self._patterns]
+        steps = [
+            attention.prepared(attend.metadata[table], pattern, attend.bias, self._qkv).pointer
+            for attention, table, pattern in self._steps
+        ]
         turns = (HeadRotation * len(rotations))(*(head_rotation(*rotation) for rotation in rotations))
         needed = None if attend.needed is None else attend.needed.contiguous()
         assert needed is None or needed.dtype == torch.int64
@@ -109,11 +112,11 @@ class NativeStack(LayerStack):
         return self._result[: tokens * self._hidden].view(tokens, self._hidden)
 
     def _take_caches(self, cached: Sequence[CachedLayer]) -> None:
-        self._cached, self._patterns = cached, list(dict.fromkeys(layer.shape.pattern for layer in cached))
-        for layer, its in zip(self._c_layers, cached, strict=True):
+        of_layers = [(cast(CpuAttention, its.attention), its.table, its.shape.pattern) for its in cached]
+        self._cached, self._steps = cached, list(dict.fromkeys(of_layers))
+        for layer, its, step in zip(self._c_layers, cached, of_layers, strict=True):
             layer.cache, layer.scale = its.cache.data_ptr(), its.shape.scale
-            layer.soft_cap = its.shape.soft_cap or 0.0
-            layer.step = self._patterns.index(its.shape.pattern)
+            layer.soft_cap, layer.step = its.shape.soft_cap or 0.0, self._steps.index(step)
 
     def _make_room(self, tokens: int) -> None:
         """Allocate buffers for more than `tokens`, so that slow growth rarely reallocates them."""
@@ -141,18 +144,14 @@ def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool
 
 
 def _is_plain(layer: DecoderLayer) -> bool:
-    """Return whether a layer has its parts one after the other, and no norms of their results."""
+    """Return whether a layer has its parts one after the other, keys of its own, no norms of
+    results or values, and nothing after its MLP.
+    """
     results = layer.attention_result_norm, layer.mlp_result_norm
-    return (
-        layer.mlp_norm is not None
-        and results == (None, None)
-        and not layer.parallel
-        and layer.factor == 1.0
-        and layer.attention.row_norm is None
-        and layer.attention.value_norm is None
-        and layer.layer_input is None
-        and layer.scalar is None
-    )
+    own_keys = layer.attention.shape.reads is None and layer.attention.row_norm is None
+    plain = layer.mlp_norm is not None and results == (None, None) and not layer.parallel
+    unchanged = layer.layer_input is None and layer.scalar is None and layer.attention.value_norm is None
+    return plain and own_keys and unchanged and layer.factor == 1.0
 
 
 def _heads(layer: DecoderLayer) -> tuple[int, int, int]:

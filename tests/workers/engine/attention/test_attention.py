@@ -10,6 +10,7 @@ from workers.engine.attention import reference as torch_backend
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
 from workers.engine.layers.base import AttentionPattern, AttentionShape
+from workers.engine.messages.cache_groups import CacheRule
 
 BLOCK = 4
 NUM_BLOCKS = 200
@@ -35,6 +36,11 @@ class Contexts:
 
     def slots(self, row: int, first: int, last: int) -> list[int]:
         return [int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK for position in range(first, last)]
+
+    def left(self, row: int, start: int, pattern: AttentionPattern) -> list[int]:
+        """Return the null block, and those before all that the token at `start` reads."""
+        number = CacheRule(pattern.window, pattern.chunk).first_read(start) // BLOCK
+        return [0, *map(int, self.tables[row, :number])]
 
     def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
         """For spans (row, first, last) of tokens computed together."""
@@ -112,6 +118,8 @@ def test_mixed_rows(
             q = torch.randn(sum(last - first for _, first, last in spans), 2 * per_kv, DIM).to(dtype)
             k = torch.cat([rows.keys[i][first:last] for i, first, last in spans])
             v = torch.cat([rows.values[i][first:last] for i, first, last in spans])
+            by_block = cache if backend == "cpu" else cache.transpose(0, 1)
+            by_block[[block for i, first, _ in spans for block in rows.left(i, first, pattern)]] = torch.nan
             out = attention.forward(q, k, v, cache, rows.metadata(spans), shape, sinks)
         places = [(i, position) for i, first, last in spans for position in range(first, last)]
         expected = torch.stack(

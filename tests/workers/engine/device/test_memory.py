@@ -19,6 +19,7 @@ from workers.engine.device.executor import Executor
 from workers.engine.device.memory import GpuMemory, _container, _machine, available_memory, gib
 from workers.engine.device.memory_profiling import largest_step, profile_memory
 from workers.engine.device.rank import _refusing
+from workers.engine.layers.base import AttentionPattern
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.messages.resolved_config import ResolvedConfig
@@ -89,6 +90,31 @@ def test_a_context_that_a_gpu_does_not_hold_is_refused_with_all_numbers() -> Non
         with pytest.raises(ModelLoadError) as caught:
             plan_cache(settings, model, torch.float32, 0, gpu)
         assert str(caught.value) == f"{account}, {need}{advice}"
+
+
+def test_a_context_needs_of_a_window_no_more_than_a_request_can_read_again() -> None:
+    """Beside one block of the layer that keeps all, at most 4 of each window: 16 tokens, 16 of the
+    step in flight, and the ends of blocks.
+    """
+    settings = config(max_num_seqs=1, max_num_batched_tokens=16)
+    assert settings.depth == 0
+    model = open_checkpoint(settings.model).config
+    full = model.layers[0]
+    near = replace(full, pattern=AttentionPattern(window=16))
+    mixed, page = (
+        replace(model, layers=(*[near] * 5, full)),
+        block_bytes(replace(model, layers=(full,)), torch.float32, 16),
+    )
+    planned, pages = plan_cache(settings, mixed, torch.float32, 31 * page + 1)
+    assert (planned.max_model_len, pages) == (10 * 16, 31)
+    planned, pages = plan_cache(settings, replace(model, layers=(full,) * 6), torch.float32, 31 * page)
+    assert (planned.max_model_len, pages) == (4 * 16, 5)
+    with pytest.raises(ModelLoadError) as caught:
+        plan_cache(config(max_model_len=200, max_num_batched_tokens=16), mixed, torch.float32, 31 * page)
+    assert str(caught.value).startswith(
+        f"a context of 200 tokens needs a KV cache of {(13 + 5 * 4 + 1) * page} bytes, in pages of {page}, but"
+        f" {31 * page} are available; lower --max-model-len"
+    )
 
 
 def test_a_want_of_memory_at_the_start_is_one_sentence() -> None:

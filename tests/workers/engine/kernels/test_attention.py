@@ -102,15 +102,17 @@ class KernelStep:
         )
 
     def cache(self) -> Tensor:
-        """NaN but for the rows' earlier tokens."""
+        """NaN but for the rows' earlier tokens, in blocks that the window has not left."""
         s = self.shape
         cache = torch.full(
             (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim), float("nan"), dtype=self.dtype, device=DEVICE
         ).to(self.cache_dtype or self.dtype)
         for row, (count, context) in enumerate(self.rows):
-            places = self._places(row, 0, context - count)
+            start, before = context - count, self.pattern.before
+            first = 0 if before is None else max(0, start - before) // s.block_size * s.block_size
+            places = self._places(row, first, start)
             for half, tensors in enumerate((self.keys, self.values)):
-                earlier = tensors[row][: len(places)].to(cache.dtype)
+                earlier = tensors[row][first : max(start, first)].to(cache.dtype)
                 cache[half, places // s.block_size, :, places % s.block_size] = earlier
         return cache
 

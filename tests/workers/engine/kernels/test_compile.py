@@ -49,6 +49,7 @@ def attend(
         "GROUP": group,
         "HEAD_DIM": dim,
         "BLOCK_SIZE": 16,
+        "BLOCK_STRIDE": 8 * 16 * dim,
         "BEFORE": reaches[0],
         "AFTER": reaches[1],
         "CHUNK": chunk,

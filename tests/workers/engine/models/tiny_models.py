@@ -53,6 +53,17 @@ _LONGROPE: dict[str, Any] = {
     "short_factor": [1.0 + i / 16 for i in range(8)],
     "long_factor": [2.0 + i / 4 for i in range(8)],
 }
+_GEMMA4: dict[str, Any] = _SHAPE | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "tie_word_embeddings": False,
+}
 _MULTIPLIERS = {
     "attention_multiplier": 0.1,
     "embedding_multiplier": 6.0,
@@ -76,7 +87,11 @@ class TinyModel:
 
 MODELS = {
     "cohere": TinyModel(
-        1, 0.22, "CohereConfig", _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False}
+        1,
+        0.22,
+        "CohereConfig",
+        _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False},
+        embedding=0.5,
     ),
     "cohere-biased": TinyModel(
         1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
@@ -91,7 +106,7 @@ MODELS = {
         6, 0.22, "Exaone4Config", _SHAPE | {"sliding_window": 24, "sliding_window_pattern": 2, "head_dim": 32}
     ),
     "exaone4-full": TinyModel(
-        1,
+        4,
         0.22,
         "Exaone4Config",
         _SHAPE | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
@@ -107,10 +122,11 @@ MODELS = {
             "head_dim": 32,
             "query_pre_attn_scalar": 24,
             "sliding_window": 24,
-            "attn_logit_softcapping": 1.0,
-            "final_logit_softcapping": 4.0,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
             "tie_word_embeddings": False,
         },
+        embedding=0.5,
     ),
     "gemma3": TinyModel(
         2,
@@ -130,43 +146,27 @@ MODELS = {
         },
     ),
     "gemma4": TinyModel(
-        2,
-        0.22,
+        1,
+        0.15,
         "Gemma4TextConfig",
-        _SHAPE
+        _GEMMA4
         | {
-            "head_dim": 32,
-            "global_head_dim": 32,
-            "attention_k_eq_v": True,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            },
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB,
             "final_logit_softcapping": 8.0,
-            "tie_word_embeddings": False,
         },
     ),
-    "gemma4-unified": TinyModel(
+    "gemma4-keys-as-values": TinyModel(
         1,
-        0.22,
-        "Gemma4UnifiedTextConfig",
-        _SHAPE
-        | {
-            "head_dim": 32,
-            "global_head_dim": 32,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            },
-            "tie_word_embeddings": False,
-        },
+        0.15,
+        "Gemma4TextConfig",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     ),
+    "gemma4-unified": TinyModel(1, 0.15, "Gemma4UnifiedTextConfig", _GEMMA4),
     "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
     "gpt2-by-layer": TinyModel(
         2,
@@ -208,7 +208,7 @@ MODELS = {
         },
     ),
     "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
-    "olmo2": TinyModel(1, 0.22, "Olmo2Config", _SHAPE, embedding=1.0),
+    "olmo2": TinyModel(7, 0.22, "Olmo2Config", _SHAPE, embedding=1.0),
     "olmo3": TinyModel(
         1,
         0.22,
@@ -263,7 +263,7 @@ MODELS = {
         "SmolLM3Config",
         _SHAPE | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24},
     ),
-    "starcoder2": TinyModel(1, 0.4, "Starcoder2Config", _SHAPE | {"sliding_window": 24}),
+    "starcoder2": TinyModel(1, 0.3, "Starcoder2Config", _SHAPE | {"sliding_window": 24}, embedding=0.2),
     "starcoder2-unbiased": TinyModel(
         2, 0.3, "Starcoder2Config", _SHAPE | {"use_bias": False, "tie_word_embeddings": False}
     ),

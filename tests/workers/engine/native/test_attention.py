@@ -120,6 +120,7 @@ class NativeStep:
         chosen = [(row, *self.rows[row]) for row in range(len(self.rows)) if only in (None, row)]
         earlier = [(row, 0, context - count) for row, count, context in chosen if context > count]
         now = [(row, context - count, context) for row, count, context in chosen]
+        left = [page for row, count, context in chosen for page in self.left(row, context - count)]
         for spans in filter(None, (earlier, now)):
             q = (
                 torch.cat([self.q[row] for row, _, _ in spans])
@@ -127,8 +128,16 @@ class NativeStep:
                 else self._random(sum(b for _, _, b in spans), len(self.q[0][0]))
             )
             k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (self.keys, self.values))
+            if spans is now:
+                cache[left] = torch.nan
             out = attention.forward(q, k, v, cache, self.metadata(spans), self.layer(), self.sinks, self.bias)
         return list(out.split([b - a for _, a, b in now]))
+
+    def left(self, row: int, start: int) -> list[int]:
+        """Return the blocks before the window of the token at `start`."""
+        before = self.pattern.before
+        number = 0 if before is None else max(0, start - before) // self.block_size
+        return [int(block) for block in self.tables[row, :number]]
 
     def expected(self, row: int) -> Tensor:
         count, context = self.rows[row]

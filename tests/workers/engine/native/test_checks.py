@@ -80,14 +80,14 @@ def test_they_are_right_here(dtype: torch.dtype, caplog: pytest.LogCaptureFixtur
 
 def test_what_is_right_is_used() -> None:
     core = make_core(MODEL, place=CPU)
-    assert isinstance(core._executor.runner.attention, CpuAttention)
+    assert isinstance(core._executor.runner.layers[0].attention, CpuAttention)
     assert isinstance(stack_of(core), NativeStack)
 
 
 def test_wrong_attention_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     spoil_attention(monkeypatch)
     core = make_core(MODEL, place=CPU)
-    assert isinstance(core._executor.runner.attention, TorchAttention)
+    assert isinstance(core._executor.runner.layers[0].attention, TorchAttention)
     assert answers(core) == answers(make_core(MODEL, place=TORCH))
     assert said(caplog) == [
         "CPU kernels: attention in float32 differs from torch's here; torch's is used, which may be slower"

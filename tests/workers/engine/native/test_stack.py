@@ -100,11 +100,12 @@ class Model:
         self.stack = ops.stack(self.layers, last_norm, self.post_norm)
         self.attention = find_backend("cpu").attention(self.shape, heads, dtype, CPU)
 
-    def cached(self, caches: Sequence[Tensor] | None = None) -> list[CachedLayer]:
-        """Return the layers with these caches, or with new ones."""
+    def cached(self, caches: Sequence[Tensor] | None = None, columns: int = 1) -> list[CachedLayer]:
+        """Return the layers with these caches, or with new ones, and with block tables in turn."""
         caches = self.attention.new_cache(LAYERS) if caches is None else caches
         shapes = (layer.attention.shape for layer in self.layers)
-        return [CachedLayer(self.attention, *each) for each in zip(caches, shapes, strict=True)]
+        tables = (layer % columns for layer in range(LAYERS))
+        return [CachedLayer(self.attention, *each) for each in zip(caches, shapes, tables, strict=True)]
 
     def random(self, *shape: int, width: float = 1.0) -> Tensor:
         return torch.randn(shape).mul(width).to(self.dtype)
@@ -124,7 +125,9 @@ class Model:
             1e-5,
         )  # type: ignore[misc]
 
-    def run(self, one_call: bool, moves: bool = False, needed: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    def run(
+        self, one_call: bool, moves: bool = False, needed: Sequence[Tensor | None] = (), columns: int = 1
+    ) -> list[Tensor]:
         """Return the hidden states of each of the family's steps; `needed` has the tokens of each
         step whose hidden states are read, all of them by default.
 
@@ -138,18 +141,18 @@ class Model:
                 before, caches = caches, [cache.clone() for cache in caches]
                 for cache in before:
                     cache.fill_(torch.nan)
-            metadata, positions = step_of(rows)
+            metadata, positions = [step_of(rows, column)[0] for column in range(columns)], step_of(rows)[1]
             count = self.rotary + self.encodes if self.rotary else 0
             rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in self.ropes[:count]]
-            attend = StepAttention(self.cached(caches), [metadata], bias=self.bias, needed=tokens)
+            attend = StepAttention(self.cached(caches, columns), metadata, bias=self.bias, needed=tokens)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
             results.append(run(self.random(len(positions), HIDDEN), rotations, attend).clone())
         return results
 
 
-def step_of(rows: list[tuple[int, int]]) -> tuple[AttentionMetadata, Tensor]:
-    """Each row has half of the blocks."""
-    tables = np.arange(BLOCKS, dtype=np.int32).reshape(2, -1)[: len(rows)]
+def step_of(rows: list[tuple[int, int]], column: int = 0) -> tuple[AttentionMetadata, Tensor]:
+    """Each row has half of the blocks, in another order in each column."""
+    tables = np.roll(np.arange(BLOCKS, dtype=np.int32).reshape(2, -1), 5 * column, 1)[: len(rows)]
     before, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     positions = np.concatenate([np.arange(first, first + number) for first, number in zip(before, counts, strict=True)])
     slots = (
@@ -167,6 +170,13 @@ def test_one_call_gives_the_same_bits(family: str, threads: int, dtype: torch.dt
     assert isinstance(model.stack, NativeStack)
     for one, by_one in zip(model.run(one_call=True), model.run(one_call=False), strict=True):
         assert one.isfinite().all()
+        assert one.equal(by_one)
+
+
+@pytest.mark.parametrize("family", ["llama", "mpnet"])
+def test_layers_with_block_tables_of_their_own_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    model = Model(family, dtype)
+    for one, by_one in zip(model.run(one_call=True, columns=2), model.run(one_call=False), strict=True):
         assert one.equal(by_one)
 
 

@@ -90,7 +90,7 @@ ALWAYS_INLINE void attend(const attention_layer *layer, ptrdiff_t thread, ptrdif
     workspace work;
     lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, mode, step->kv_heads,
             step->head_dim, step->block_size);
-    if (step->any_ahead) {
+    if (step->any_ahead && layer->k) {
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
             write_share(layer, &work, share, mode);
         meet_parts(threads);
@@ -122,7 +122,8 @@ static part_runner *const attenders[] = {attend_floats, attend_pairs, attend_flo
 /* Writes k and v to the cache, then attend q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of
    head_dim numbers each, with the step's strides; out [num_tokens][heads][head_dim]. With a rotation, queries and keys
    are turned first and, where there are norms, normed before or after that. Scores are limited to the soft cap, if it is
-   not 0; sinks [heads], if there are any, are scores without values. */
+   not 0; sinks [heads], if there are any, are scores without values. With k and v NULL nothing is written: the keys and
+   values of the step's tokens are in the cache. */
 void attend_layer(const attention_step *step, const head_rotation *rotation, uint32_t *cache, const void *q,
                   const void *k, const void *v, void *out, const norm_weights *query_norm,
                   const norm_weights *key_norm, float scale, float soft_cap, const float *sinks) {

@@ -50,6 +50,7 @@ struct attention_step {
        behind, a panel further than any row is long; NULL for nothing */
     const float *bias;
     ptrdiff_t bias_stride; /* from head to head */
+    ptrdiff_t block_stride; /* words of the cache from block to block, at least a block's own */
 };
 
 #define LOG2_E 1.44269504f
@@ -58,7 +59,7 @@ typedef struct {
     const attention_step *step;
     const head_rotation *rotation; /* NULL for none */
     uint32_t *cache;
-    const void *q, *k, *v;
+    const void *q, *k, *v; /* k and v NULL: nothing is written */
     const norm_weights *query_norm, *key_norm; /* NULL for none */
     void *out;
     float scale, soft_cap; /* no cap: 0 */
@@ -170,7 +171,7 @@ ALWAYS_INLINE ptrdiff_t block_words(const attention_step *step, int mode) {
 
 ALWAYS_INLINE uint32_t *panel_at(const attention_step *step, uint32_t *cache, ptrdiff_t block, ptrdiff_t head,
                                  ptrdiff_t offset, int mode) {
-    return cache + (block * step->kv_heads + head) * block_words(step, mode)
+    return cache + block * step->block_stride + head * block_words(step, mode)
         + offset / PANEL * panel_words(step->head_dim, mode);
 }
 

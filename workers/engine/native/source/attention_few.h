@@ -172,11 +172,11 @@ ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, con
         ptrdiff_t rows = at_most(ROWS, t->count - first);
         int whole_panel = see(step, t, plan, first, rows, at, &m);
         gatherer *add = gatherers[mode][rows - 1][cap ? CAPPED : whole_panel ? WHOLE : IN_PART];
-        m.panel = find_panel(layer, t->row, t->head, at, m.count, work->panels, mode);
+        m.panel = find_panel(layer, t, t->head, at, m.count, work->panels, mode);
         for (ptrdiff_t head = 0, query = first; head < t->heads; head++, query += t->count) {
             if (head > 0)
                 m.panel = whole ? m.panel + beside
-                    : find_panel(layer, t->row, t->head + head, at, m.count, work->panels, mode);
+                    : find_panel(layer, t, t->head + head, at, m.count, work->panels, mode);
             m.queries = work->queries + query * query_words(step->head_dim, mode);
             m.sums = work->sums + query * size;
             m.total = work->total + query * LANES;

@@ -157,14 +157,14 @@ NEVER_INLINE void add_bias(const attention_step *step, const tile *t, const row_
     }
 }
 
-ALWAYS_INLINE void find_keys(const attention_layer *layer, const workspace *work, ptrdiff_t row, ptrdiff_t head,
-                             ptrdiff_t first, ptrdiff_t end, key_step *keys, int mode) {
+ALWAYS_INLINE void find_keys(const attention_layer *layer, const workspace *work, const tile *t, ptrdiff_t first,
+                             ptrdiff_t end, key_step *keys, int mode) {
     ptrdiff_t words = panel_words(layer->step->head_dim, mode);
     keys->count = end - first;
     keys->steps = key_words(layer->step->head_dim, mode);
     keys->size = value_words(layer->step->head_dim);
     for (ptrdiff_t p = 0; p * PANEL < keys->count; p++)
-        keys->panels[p] = find_panel(layer, row, head, first + p * PANEL, keys->count - p * PANEL,
+        keys->panels[p] = find_panel(layer, t, t->head, first + p * PANEL, keys->count - p * PANEL,
                                      work->panels + p * words, mode);
 }
 
@@ -174,7 +174,7 @@ ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *wo
     const attention_step *step = layer->step;
     ptrdiff_t group = step->heads / step->kv_heads;
     key_step keys;
-    find_keys(layer, work, t->row, t->head, first, end, &keys, mode);
+    find_keys(layer, work, t, first, end, &keys, mode);
     for (ptrdiff_t i = 0; i < t->count; i += ROWS) {
         ptrdiff_t rows = at_most(ROWS, t->count - i), newest = plan->start + (t->first + i + rows - 1) / group;
         ptrdiff_t count = at_most(at_least(newest + 1 + step->after - first, 0), keys.count),

@@ -11,16 +11,17 @@ enum { WORDS_AHEAD = 1024 };
 enum { WORDS_AHEAD = 0 };
 #endif
 
-/* A panel of rows that lie one behind the other in blocks; what does not exist is 0. */
+/* A panel of rows that lie one behind the other in blocks; what does not exist, and what is before token `oldest`, is
+   0: blocks before a window may be another's by now. */
 static void make_panel(const attention_step *step, const uint32_t *cache, const int32_t *table, ptrdiff_t head,
-                       ptrdiff_t first, ptrdiff_t count, uint32_t *panel, int mode) {
+                       ptrdiff_t oldest, ptrdiff_t first, ptrdiff_t count, uint32_t *panel, int mode) {
     ptrdiff_t size = step->head_dim, numbers = word_numbers(mode), width = 4 / numbers, steps = key_words(size, mode),
               across = value_words(size);
     memset(panel, 0, (size_t)panel_words(size, mode) * 4);
-    for (ptrdiff_t lane = 0; lane < count; lane++) {
+    for (ptrdiff_t lane = at_least(oldest - first, 0); lane < count; lane++) {
         ptrdiff_t block = table[(first + lane) / step->block_size], offset = (first + lane) % step->block_size;
-        const char *key = (const char *)cache
-            + ((block * step->kv_heads + head) * 2 * step->block_size + offset) * size * width;
+        const char *key = (const char *)(cache + block * step->block_stride)
+            + (head * 2 * step->block_size + offset) * size * width;
         const char *value = key + step->block_size * size * width;
         char *keys = (char *)(panel + lane),
             *values = (char *)(panel + steps * PANEL + lane / numbers * across) + lane % numbers * width;
@@ -31,14 +32,15 @@ static void make_panel(const attention_step *step, const uint32_t *cache, const 
     }
 }
 
-/* The panel of one head that begins with token `first`: in the cache, or made at `space`, of `count` tokens. */
-ALWAYS_INLINE const uint32_t *find_panel(const attention_layer *layer, ptrdiff_t row, ptrdiff_t head, ptrdiff_t first,
+/* The panel of one of the tile's heads that begins with token `first`: in the cache, or made at `space`, of `count`
+   tokens. */
+ALWAYS_INLINE const uint32_t *find_panel(const attention_layer *layer, const tile *t, ptrdiff_t head, ptrdiff_t first,
                                          ptrdiff_t count, uint32_t *space, int mode) {
     const attention_step *step = layer->step;
-    const int32_t *table = step->tables + row * step->max_blocks;
+    const int32_t *table = step->tables + (ptrdiff_t)t->row * step->max_blocks;
     if (in_panels(step->head_dim, step->block_size))
         return panel_at(step, layer->cache, table[first / step->block_size], head, first % step->block_size, mode);
-    make_panel(step, layer->cache, table, head, first, at_most(PANEL, count), space, mode);
+    make_panel(step, layer->cache, table, head, t->begin, first, at_most(PANEL, count), space, mode);
     return space;
 }
 

@@ -103,7 +103,7 @@ static void put_row(const attention_step *step, uint32_t *cache, ptrdiff_t slot,
                     const void *value, int mode) {
     ptrdiff_t bytes = step->head_dim * 4 / word_numbers(mode);
     ptrdiff_t block = slot / step->block_size, offset = slot % step->block_size;
-    char *keys = (char *)cache + (block * step->kv_heads + head) * 2 * step->block_size * bytes;
+    char *keys = (char *)(cache + block * step->block_stride) + head * 2 * step->block_size * bytes;
     memcpy(keys + offset * bytes, key, (size_t)bytes);
     memcpy(keys + (step->block_size + offset) * bytes, value, (size_t)bytes);
 }
@@ -208,7 +208,7 @@ ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *wor
                               int mode) {
     const attention_step *step = layer->step;
     ptrdiff_t position = plan->start;
-    if (step->ahead[t->row])
+    if (step->ahead[t->row] || !layer->k)
         return;
     for (ptrdiff_t token = step->query_start[t->row]; token < step->query_start[t->row + 1]; token++, position++)
         if (plan->segments == 1 || (t->begin <= position && position < t->end))

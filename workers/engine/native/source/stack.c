@@ -18,7 +18,7 @@ typedef struct {
     uint32_t *cache;
     const float *sinks; /* [heads]; NULL for none */
     float scale, soft_cap; /* no cap: 0 */
-    int32_t step, rotation; /* which of the steps and rotations are its own: layers of one pattern share a step */
+    int32_t step, rotation; /* which are its own: layers of one pattern and block table share a step */
 } decoder_layer;
 
 typedef struct {
