@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _MTP = re.compile(r"(^|\.)mtp[._]")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Buffers in old checkpoints; they follow from the configuration.
-_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 def load_weights(

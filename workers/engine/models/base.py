@@ -15,9 +15,6 @@ from workers.engine.models.config import ModelConfig
 class DecoderModel(ABC):
     """A decoder over flat rows of tokens: no batch dimension, no padding."""
 
-    #: Prefix that a bare decoder's tensor names lack in a full checkpoint; layers write "*."
-    prefix: str
-
     #: Whether a CUDA graph may record its forward, which then must neither wait for the device nor
     #: depend on host values except shapes.
     recordable = True

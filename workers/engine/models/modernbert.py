@@ -26,8 +26,6 @@ from workers.engine.models.config import Json, ModelConfig, require, rope_config
 from workers.engine.models.encoder import bidirectional_config
 from workers.engine.models.head import load_dense, load_norm
 
-PREFIX = "model."
-
 _EVERYTHING, _NEIGHBORS = "full_attention", "sliding_attention"
 _THETAS = {_EVERYTHING: ("global_rope_theta", 160_000.0), _NEIGHBORS: ("local_rope_theta", 10_000.0)}
 

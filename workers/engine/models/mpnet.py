@@ -12,8 +12,6 @@ from workers.engine.layers.weights import Weights
 from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.models.encoder import BERT_NAMES, PostNormEncoder, encoder_config
 
-PREFIX = "mpnet."
-
 _FIRST_POSITION = 2  # regardless of config.json's padding
 _REACH = 128  # larger distances have the same bias
 _NAMES = replace(

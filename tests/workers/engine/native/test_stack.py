@@ -26,7 +26,8 @@ from workers.engine.layers.base import (
 from workers.engine.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm, RowRMSNorm
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Shard
-from workers.engine.layers.rotary import RopeConfig, Rotary
+from workers.engine.layers.rope_config import RopeConfig
+from workers.engine.layers.rotary import Rotary
 from workers.engine.layers.stack import LayerStack
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import StepAbandoned
