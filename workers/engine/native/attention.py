@@ -155,7 +155,10 @@ class CpuAttention:
     ) -> Tensor:
         prepared, rotation = self._prepared(metadata, pattern, None), head_rotation(rotary.cos, rotary.sin)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
-        norms = [norm and head_norm(norm, rotary.norm_after_rotation) for norm in (rotary.query_norm, rotary.key_norm)]
+        norms = [
+            None if norm is None else head_norm(norm, rotary.norm_after_rotation)
+            for norm in (rotary.query_norm, rotary.key_norm)
+        ]
         return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale, norms)
 
     def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
