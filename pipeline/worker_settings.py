@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.errors import Refused
 from pipeline.options import values_of
 from workers.engine.messages.config import EngineConfig, most_processes
+from workers.engine.messages.errors import ModelLoadError
 from workers.engine.profiling import make_profile_folder
 from workers.model_folder import folder_problem, pointer_problem
 from workers.settings import DEMO_MODEL, WorkerSettings
@@ -18,7 +19,9 @@ _SUFFIXES = {".safetensors", ".json"}
 def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
     """Return the settings of a worker for `model` (None: the demo model). Raises `Refused`."""
     check_model_folder(model)
-    return unchecked_settings(model, redis_url, values)
+    settings = unchecked_settings(model, redis_url, values)
+    check_model_config(model, values)
+    return settings
 
 
 def unchecked_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
@@ -59,6 +62,19 @@ def check_model_folder(model: str | None) -> None:
     _check_links(path)
     if problem := folder_problem(path):
         raise Refused(problem)
+
+
+def check_model_config(model: str | None, values: Mapping[str, Any]) -> None:
+    """Raise `Refused` for a local model whose config.json cannot be run with these flags."""
+    folder = Path(model or DEMO_MODEL).expanduser()
+    if not folder.exists():
+        return
+    from workers.engine.checkpoint.config_file import check_config_file
+
+    try:
+        check_config_file(folder, values["model_impl"], values["task"], values["tensor_parallel_size"])
+    except ModelLoadError as error:
+        raise Refused(f"the model {folder} cannot run: {error}") from None
 
 
 def _check_links(folder: Path) -> None:

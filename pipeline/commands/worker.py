@@ -83,11 +83,12 @@ def worker(
 
 
 def _check_folder(ctx: click.Context, model: str | None, redis_url: str) -> None:
-    """Raise `Refused` for a folder that holds no model; clients get the reason."""
-    from pipeline.worker_settings import check_model_folder, unchecked_settings
+    """Raise `Refused` for a folder whose model cannot be run; clients get the reason."""
+    from pipeline.worker_settings import check_model_config, check_model_folder, unchecked_settings
 
     try:
         check_model_folder(model)
+        check_model_config(model, ctx.params)
     except Refused as error:
         from workers.load_failure import note_load_failure
 

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from pipeline.errors import Refused
 from pipeline.hosting.needs import cache_bytes_of, uses_gpus
 from pipeline.options import all_of, check_model_flags, model_arguments, model_options, replicas_option
-from pipeline.worker_settings import check_model_folder, unchecked_settings
+from pipeline.worker_settings import check_model_config, check_model_folder, unchecked_settings
 from workers.model_folder import MODULES, other_kind
 from workers.settings import WorkerSettings
 
@@ -60,6 +60,15 @@ class ServedModel:
         return [name for name in self.names if name not in self.settings.aliases]
 
 
+@dataclass(frozen=True)
+class _Named:
+    """A model of a --model flag."""
+
+    name: str  # "" for the model's own
+    folder: str | None
+    checked: bool  # whether a bad model is refused at once
+
+
 def served_models(
     given: Sequence[str],
     flags: Sequence[str],
@@ -72,14 +81,14 @@ def served_models(
     `values` are the flags of all models; `flags` has flags for single models, as NAME=FLAGS. They
     may be flags of a worker or flags that `more` adds. Raises `Refused`.
     """
-    named = [pair for text in given for pair in _named(text)] or [("", None)]
+    named = [model for text in given for model in _named(text)] or [_Named("", None, checked=True)]
     if len(named) > 1 and values["served_model_name"]:
         raise Refused("--served-model-name names one model, and there are several: give --model NAME=FOLDER")
     own: dict[str, str] = {}
     for title, text in map(_split_flags, flags):
         own[title] = f"{own.get(title, '')} {text}"
     command = all_of(model_options, more)(click.Command(_NAME_OF_FLAGS, add_help_option=False))
-    models = [_served(name, folder, own, redis_url, values, command) for name, folder in named]
+    models = [_served(model, own, redis_url, values, command) for model in named]
     if unknown := [title for title in own if title not in {model.title for model in models}]:
         titles = ", ".join(model.title for model in models)
         raise Refused(f"{_NAME_OF_FLAGS} {unknown[0]}=...: no model is called so; there are: {titles}")
@@ -88,24 +97,26 @@ def served_models(
 
 
 def _served(
-    name: str,
-    folder: str | None,
+    named: _Named,
     own: Mapping[str, str],
     redis_url: str | None,
     values: Mapping[str, Any],
     command: click.Command,
 ) -> ServedModel:
+    name, folder = named.name, named.folder
     if name:
         values = {**values, "served_model_name": (name,)}
     title = name or unchecked_settings(folder, redis_url or "", values).models[-1]
     if title in own:
         values = {**values, **_read_flags(title, own[title], values, command)}
     settings = unchecked_settings(folder, redis_url or "", values)
+    if named.checked:
+        check_model_config(folder, values)
     return ServedModel(title, folder, settings, values, values["data_parallel_size"])
 
 
-def _named(text: str) -> list[tuple[str, str | None]]:
-    """Return name ("" for the model's own) and folder of each model of one --model flag.
+def _named(text: str) -> list[_Named]:
+    """Return the models of one --model flag.
 
     A named model is checked here; a bad model in a folder of models is refused when it is loaded.
     """
@@ -114,11 +125,11 @@ def _named(text: str) -> list[tuple[str, str | None]]:
         if not folder:
             raise Refused(f"--model {text} gives {name} no folder: it is NAME=FOLDER, or NAME=HUB-NAME")
         check_model_folder(folder)
-        return [(name, folder)]
+        return [_Named(name, folder, checked=True)]
     if _is_model(Path(text)) or not Path(text).is_dir():
         check_model_folder(text)
-        return [("", text)]
-    found: list[tuple[str, str | None]] = [("", str(path)) for path in sorted(Path(text).iterdir()) if _is_model(path)]
+        return [_Named("", text, checked=True)]
+    found = [_Named("", str(path), checked=False) for path in sorted(Path(text).iterdir()) if _is_model(path)]
     if not found:
         no_model = f"the folder {text} has no config.json, and neither has a folder in it: it holds no model"
         raise Refused(other_kind(Path(text)) or no_model)

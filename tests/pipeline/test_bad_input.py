@@ -3,6 +3,7 @@ any model is loaded.
 """
 
 import json
+import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tests.pipeline.conftest import RunHere
 from tests.support.commands import run_pipeline
 from workers.engine.messages.config import most_processes
+from workers.settings import DEMO_MODEL
 
 Refusal = Callable[..., tuple[int, str]]
 
@@ -205,6 +207,23 @@ def test_a_model_folder_that_cannot_be_used_is_refused(tmp_path: Path, content: 
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "safetensors" in done.stderr.splitlines()[-1]
+
+
+def test_a_config_that_no_model_fits_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """The bound is below the processor time of starting Redis and importing torch."""
+    demo = json.loads((Path(DEMO_MODEL) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(demo | {"num_key_value_heads": 4}))
+    before = children_seconds()
+    done = run_pipeline("serve", tmp_path, "--port", "0")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].endswith("attention heads, which 4 key-value heads do not divide")
+    assert children_seconds() - before < 1.5
+
+
+def children_seconds() -> float:
+    """Return the processor time of child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(invoke: Refusal) -> None:

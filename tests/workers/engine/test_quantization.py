@@ -47,7 +47,7 @@ def divergence(name: str, ops: Ops, impl: str = "auto") -> float:
 
 @pytest.mark.parametrize(
     ("name", "impl"),
-    [("gpt2", "auto"), ("llama", "auto"), ("qwen2", "auto"), ("granite", "auto"), ("mistral", "transformers")],
+    [("gpt2", "auto"), ("llama", "auto"), ("qwen2", "auto"), ("cwm", "auto"), ("mistral", "transformers")],
 )
 def test_next_tokens_are_about_those_of_float32(name: str, impl: str) -> None:
     """The tiny models are drawn wide, and so more sensitive than real ones."""
@@ -56,7 +56,7 @@ def test_next_tokens_are_about_those_of_float32(name: str, impl: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "granite"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "cwm"])
 def test_the_cpu_kernels_are_nearer_to_torch_than_int8_is_to_float32(name: str) -> None:
     """To torch with inputs that are rounded as the kernels round them."""
     plain, native = (logits(load(name, Int8Ops(ops))) for ops in (RoundingOps(), NativeOps()))

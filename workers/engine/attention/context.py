@@ -48,7 +48,14 @@ class CachedLayer:
 
 def cached_layers(attention: Attention, shapes: Sequence[AttentionShape]) -> list[CachedLayer]:
     """Return layers with new caches and one attention for all."""
-    return [CachedLayer(attention, *each) for each in zip(attention.new_cache(len(shapes)), shapes, strict=True)]
+    caches = attention.new_cache(len(shapes))
+    return [CachedLayer(attention, caches[keeping_layer(shapes, i)], shape) for i, shape in enumerate(shapes)]
+
+
+def keeping_layer(shapes: Sequence[AttentionShape], layer: int) -> int:
+    """Return the layer whose keys and values a layer reads: itself, or an earlier one."""
+    reads = shapes[layer].reads
+    return layer if reads is None else keeping_layer(shapes, reads)
 
 
 @dataclass(slots=True)

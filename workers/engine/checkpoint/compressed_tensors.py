@@ -34,6 +34,7 @@ from workers.engine.checkpoint.quantized_matrix import (
     MatrixLayout,
     MatrixParts,
     QuantizedMatrix,
+    StoredNumbers,
     bits_as_stored,
     count_groups,
     groups_in_order,
@@ -74,15 +75,11 @@ class _Scheme:
             stays = stays and (self.bits == 4 or self.symmetric)
             bits = bits_as_stored(self.bits, self.group_size) if stays else None
             packed, read = numbers_in(1, self.bits), partial(_read_packed, self)
-            return MatrixLayout("weight_packed", required, packed, read, bits, scaled_rows=self._scaled_rows)
+            return MatrixLayout("weight_packed", required, packed, read, bits, group_size=self.group_size)
         required = ("weight", "weight_scale", *zeros, *order)
         bits = bits_as_stored(8, self.group_size) if stays and self.symmetric else None
-        read = partial(_read_numbers, self)
-        return MatrixLayout("weight", required, 1, read, bits, self.floats, self.float8_inputs, self._scaled_rows)
-
-    @property
-    def _scaled_rows(self) -> int | None:
-        return self.block[0] if self.block else None if self.strategy == "tensor" else 1
+        read, columns = partial(_read_numbers, self), self.block[1] if self.block else self.group_size
+        return MatrixLayout("weight", required, 1, read, bits, self.floats, self.float8_inputs, columns)
 
 
 class CompressedTensorsFormat(CheckpointFormat):
@@ -114,12 +111,22 @@ class CompressedTensorsFormat(CheckpointFormat):
             return None
         return self._scheme_of(module).layout()
 
-    def _scheme_of(self, module: str) -> _Scheme:
+    def parts_of(self, module: str) -> Collection[str]:
+        scheme = None if _match_any(self._ignore, module) else self._find_scheme(module)
+        return () if scheme is None else scheme.layout().required
+
+    def _find_scheme(self, module: str) -> _Scheme | None:
         """Return the scheme with the most specific target: a name, then a pattern, then a class."""
         for fits in (_is_name, _is_match, _is_class):
             for scheme in self._schemes:
                 if any(fits(target, module) for target in scheme.targets):
                     return scheme
+        return None
+
+    def _scheme_of(self, module: str) -> _Scheme:
+        scheme = self._find_scheme(module)
+        if scheme is not None:
+            return scheme
         raise ModelLoadError(
             f"the matrix {module!r} is quantized in the checkpoint, but matches no group of config.json's"
             " quantization_config"
@@ -175,7 +182,7 @@ def _read_numbers(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
         return read_scaled(parts, dtypes, "weight_scale", scheme.block)
     values = parts.read("weight", dtypes, (None, None))
     rows, columns = values.shape
-    matrix = _matrix(scheme, parts, values)
+    matrix = _matrix(scheme, parts, StoredNumbers.plain(values))
     if scheme.symmetric:
         return matrix
     zeros = parts.read("weight_zero_point", _ZERO_POINTS, *_shapes(scheme, rows, columns))
@@ -186,7 +193,8 @@ def _read_packed(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
     """Read a matrix of integers packed into words; each is stored plus half of the range."""
     rows, columns = _stored_shape(parts)
     packed = parts.read("weight_packed", WORDS, (rows, words(columns, scheme.bits)))
-    matrix = _matrix(scheme, parts, unpack(packed, scheme.bits)[:, :columns])
+    numbers = StoredNumbers((rows, columns), torch.uint8, lambda where: unpack(packed[where], scheme.bits)[:, :columns])
+    matrix = _matrix(scheme, parts, numbers)
     half = 1 << scheme.bits - 1
     if scheme.symmetric:
         return replace(matrix, zeros=torch.full((1, 1), float(half)).expand(matrix.scales.shape))
@@ -199,10 +207,11 @@ def _read_packed(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
                 "weight_zero_point", f"has shape {list(zeros.shape)}, but its matrix implies {list(packed_shape)}"
             )
         return replace(matrix, zeros=unpack(zeros.t(), scheme.bits).t()[:rows].float())
-    return replace(matrix, zeros=_by_row(zeros, rows) + half)
+    by_row = _by_row(zeros, rows)
+    return replace(matrix, zeros=by_row if by_row.is_meta else by_row + half)
 
 
-def _matrix(scheme: _Scheme, parts: MatrixParts, values: Tensor) -> QuantizedMatrix:
+def _matrix(scheme: _Scheme, parts: MatrixParts, values: StoredNumbers) -> QuantizedMatrix:
     """Return a matrix with its scales and the groups of its columns."""
     rows, columns = values.shape
     size = scheme.group_size or columns

@@ -10,8 +10,8 @@ import re
 
 import torch
 
+from workers.engine.checkpoint.model_build import build_model, open_weights
 from workers.engine.checkpoint.model_checkpoint import ModelCheckpoint
-from workers.engine.checkpoint.readers import weight_readers
 from workers.engine.checkpoint.tensor_files import weight_files
 from workers.engine.layers.base import Ops
 from workers.engine.layers.parallel import Parallel
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _MTP = re.compile(r"(^|\.)mtp[._]")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Buffers in old checkpoints; they follow from the configuration.
-_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 def load_weights(
@@ -50,8 +50,8 @@ def load_weights(
         assert isinstance(checkpoint.family, TransformersClass)
         length = max_model_len or config.max_model_len
         return load_checked(checkpoint.family, checkpoint.folder, config, Weights({}, dtype, device, ops=ops), length)
-    weights = Weights(weight_readers(checkpoint), dtype, device, checkpoint.family.prefix, ops, parallel)
-    model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
+    weights = open_weights(checkpoint, dtype, device, ops, parallel)
+    model = build_model(checkpoint, weights, max_model_len or config.max_model_len)
     assert isinstance(model, DecoderModel)
     _log_unused(weights, checkpoint)
     return model

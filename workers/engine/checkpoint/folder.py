@@ -13,8 +13,9 @@ from workers.model_folder import folder_problem
 _NOT_NEEDED = ["[!0-9]*/*", CONSOLIDATED]
 
 
-def find_folder(name: str) -> Path:
-    """Return the local folder `name`, or the snapshot of the hub repository `name`.
+def find_folder(name: str, with_weights: bool = True) -> Path:
+    """Return the local folder `name`, or the snapshot of the hub repository `name`, perhaps without
+    its weights.
 
     Raises ModelLoadError.
     """
@@ -23,7 +24,7 @@ def find_folder(name: str) -> Path:
         return _checked(path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"the model folder {name} does not exist")
-    return _checked(_download(name))
+    return _checked(_download(name, with_weights))
 
 
 def _checked(path: Path) -> Path:
@@ -33,7 +34,7 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _download(name: str) -> Path:
+def _download(name: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -43,8 +44,9 @@ def _download(name: str) -> Path:
         RepositoryNotFoundError,
     )
 
+    patterns = ["*.safetensors", "*.json"] if with_weights else ["*.json"]
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=_NOT_NEEDED))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
     except GatedRepoError as error:
         raise ModelLoadError(
             f"the model {name} needs an accepted license; accept it on the hub and set HF_TOKEN"

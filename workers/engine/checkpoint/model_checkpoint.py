@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from workers.engine.checkpoint.dtypes import stored_dtype
 from workers.engine.checkpoint.folder import find_folder
 from workers.engine.checkpoint.model_code import code_for_generating, code_for_pooling
 from workers.engine.checkpoint.quantized_checkpoint import find_format
@@ -37,18 +40,28 @@ class ModelCheckpoint:
     config: ModelConfig
     quantized: CheckpointFormat | None = None
     text_only: bool = False  # whether `raw` is the text model's part of config.json
+    dummy: bool = False  # random weights take the place of its tensors
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return stored_dtype(self.config)
 
 
 def open_checkpoint(
-    name: str, model_impl: str = "auto", task: str = "auto", generation_config: str = OWN_GENERATION
+    name: str,
+    model_impl: str = "auto",
+    task: str = "auto",
+    generation_config: str = OWN_GENERATION,
+    load_format: str = "auto",
 ) -> ModelCheckpoint:
     """Find the folder, read its configuration and select the code that runs it for a task.
 
-    `generation_config` is the value of the flag.
+    `generation_config` and `load_format` are the values of the flags.
 
     Raises ModelLoadError.
     """
-    whole = find_folder(name)
+    dummy = load_format == "dummy"
+    whole = find_folder(name, with_weights=not dummy)
     folder = transformer_folder(whole)
     whole_raw = read_json(folder / "config.json")
     raw = whole_raw if model_impl == "transformers" else text_part(whole_raw)
@@ -78,7 +91,12 @@ def open_checkpoint(
         raise ModelLoadError(
             f"tokens of the model {name} attend to both sides, so it cannot generate; use --task embed"
         )
-    return ModelCheckpoint(folder, raw, family, config, quantized, raw is not whole_raw)
+    if dummy and not isinstance(family, Family):
+        raise ModelLoadError(
+            f"--load-format dummy needs code of the engine's own, and {config.architecture} runs by transformers'; use"
+            " auto"
+        )
+    return ModelCheckpoint(folder, raw, family, config, quantized, raw is not whole_raw, dummy)
 
 
 def _pooling(folder: Path, raw: Json, task: str, family: Family | PaddedClass, config: ModelConfig) -> ModelConfig:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workers.engine.layers.weights import PLAIN_VERSION
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json
-from workers.engine.models.registry import FAMILIES, Family, find_family, find_pooling_family, pooling_code
+from workers.engine.models.registry import (
+    FAMILIES,
+    Family,
+    find_family,
+    find_pooling_family,
+    naming_own_code,
+    pooling_code,
+)
 
 if TYPE_CHECKING:  # importing it takes seconds
     from workers.engine.models.padded_model import PaddedClass
@@ -54,29 +59,12 @@ def _require_own_code(name: str, raw: Json, own: Family | None) -> None:
 def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
     from workers.engine.models.transformers_model import find_class
 
-    with _named(raw, FAMILIES):
+    with naming_own_code(raw, FAMILIES):
         return find_class(folder, raw)
 
 
 def _padded_class(folder: Path, raw: Json, task: str) -> PaddedClass:
     from workers.engine.models.padded_model import find_padded_class
 
-    with _named(raw, pooling_code()):
+    with naming_own_code(raw, pooling_code()):
         return find_padded_class(folder, raw, task)
-
-
-@contextmanager
-def _named(raw: Json, known: Iterable[str]) -> Iterator[None]:
-    """Add the architectures with code in the engine to a refusal of transformers' class.
-
-    `known`: beginnings of the architectures' names.
-    """
-    name = str(raw["architectures"][0])
-    try:
-        yield
-    except ModelLoadError as error:
-        if name.startswith(tuple(known)):
-            raise
-        raise ModelLoadError(
-            f"the engine has no code of its own for {name} (it has for {', '.join(known)}), and {error}"
-        ) from error

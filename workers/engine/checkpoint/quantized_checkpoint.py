@@ -5,8 +5,7 @@ Each matrix is computed from its parts when it is read.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from workers.engine.checkpoint.compressed_tensors import CompressedTensorsFormat
 from workers.engine.checkpoint.quantized_formats import (
-    EMBEDDINGS,
     AwqFormat,
     CheckpointFormat,
     Fp8Format,
@@ -22,7 +20,7 @@ from workers.engine.checkpoint.quantized_formats import (
     unreadable,
 )
 from workers.engine.checkpoint.quantized_matrix import MatrixLayout, MatrixParts, Reader
-from workers.engine.layers.quantized import QuantizedWeight
+from workers.engine.layers.quantized import QuantizedRows
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json
 
@@ -36,10 +34,6 @@ _FORMATS: dict[str, Callable[[Json], CheckpointFormat]] = {
 # compressed-tensors have the second key
 _KEYS = {"quantization_config": "no known method", "compression_config": "compressed-tensors"}
 _WEIGHT = "weight"
-_SCALES = ("scales", "weight_scale", "weight_scale_inv")
-# Suffixes of the modules whose matrices are always dequantized
-_TABLES = ("lm_head", *EMBEDDINGS)
-_GROUP_BYTES = {4: 5, 8: 4}  # of a row's scale and zero point per group, in memory; by bits
 
 
 def find_format(raw: Json) -> CheckpointFormat | None:
@@ -81,42 +75,6 @@ def plain_readers(
     return plain
 
 
-def count_bytes(
-    shapes: Mapping[str, Sequence[int]],
-    checkpoint_format: CheckpointFormat,
-    item_size: int,
-    stays: bool,
-    float8: bool = False,
-) -> int:
-    """Estimate the bytes of the weights from the shapes of the stored tensors.
-
-    A number of the plain checkpoint takes `item_size` bytes. If it `stays` as stored, it takes its
-    stored bits, or one byte in float8. Raises ModelLoadError.
-    """
-    layouts = {}
-    for module, names in _modules(shapes, checkpoint_format).items():
-        layout = checkpoint_format.layout(module, [_part(name) for name in names])
-        if layout is not None:
-            layouts[module] = layout
-    count = 0
-    for name, shape in shapes.items():
-        module, _, part = name.rpartition(".")
-        layout, numbers = layouts.get(module), math.prod(shape)
-        bits = None if layout is None or module.endswith(_TABLES) else _kept_bits(layout, stays, float8)
-        if layout is not None and part == layout.stored:
-            count += numbers * layout.packed * (bits or 8 * item_size) // 8
-        elif layout is not None and bits and part in _SCALES:
-            rows, *_ = shapes.get(f"{module}.{layout.stored}") or (1,)  # the reader refuses a malformed tensor
-            count += numbers * min(layout.scaled_rows or rows, rows) * _GROUP_BYTES[bits]
-        elif part not in checkpoint_format.parts:
-            count += numbers * item_size
-    return count
-
-
-def _kept_bits(layout: MatrixLayout, stays: bool, float8: bool) -> int | None:
-    return 8 if layout.float8 and float8 else layout.bits if stays else None
-
-
 def _modules(names: Iterable[str], checkpoint_format: CheckpointFormat) -> dict[str, list[str]]:
     """Return the names of the tensors of each module that may have a quantized matrix."""
     modules: dict[str, list[str]] = {}
@@ -145,9 +103,9 @@ class _MatrixReader:
     def bits(self) -> int | None:
         return self.layout.bits
 
-    def quantized(self) -> QuantizedWeight | None:
+    def quantized(self) -> QuantizedRows | None:
         return None if self.bits is None else self.layout.read(self.parts).as_stored(self.dtype)
 
-    def float8(self) -> QuantizedWeight | None:
+    def float8(self) -> QuantizedRows | None:
         layout = self.layout
         return layout.read(self.parts).as_float8(self.dtype, layout.float8_inputs) if layout.float8 else None

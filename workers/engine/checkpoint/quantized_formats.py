@@ -17,6 +17,7 @@ from workers.engine.checkpoint.quantized_matrix import (
     MatrixLayout,
     MatrixParts,
     QuantizedMatrix,
+    StoredNumbers,
     bits_as_stored,
     count_groups,
     groups_in_order,
@@ -50,6 +51,10 @@ class CheckpointFormat(ABC):
         Raises ModelLoadError.
         """
 
+    @abstractmethod
+    def parts_of(self, module: str) -> Collection[str]:
+        """Return the parts that the configuration implies for a module; none for a plain matrix."""
+
 
 class GptqFormat(CheckpointFormat):
     """GPTQ: numbers are packed along the inputs; a column holds all numbers of an output."""
@@ -76,8 +81,17 @@ class GptqFormat(CheckpointFormat):
         read = partial(_read_gptq, bits=bits, group_size=size, offset=self._offset)
         stays = not ordered and (bits == 4 or bool(settings.get("sym", True)))
         return MatrixLayout(
-            "qweight", required, numbers_in(1, bits), read, bits_as_stored(bits, size) if stays else None
+            "qweight",
+            required,
+            numbers_in(1, bits),
+            read,
+            bits_as_stored(bits, size) if stays else None,
+            group_size=size,
         )
+
+    def parts_of(self, module: str) -> Collection[str]:
+        left_out = (pattern.removeprefix("-:") for pattern in self._dynamic if pattern.startswith("-:"))
+        return () if any(matches(pattern, module) for pattern in left_out) else self.parts
 
     def _settings_of(self, module: str) -> Json:
         """Return the settings of a module, with the changes of the first matching pattern."""
@@ -96,13 +110,13 @@ def _read_gptq(parts: MatrixParts, bits: int, group_size: int | None, offset: in
     scales = parts.read("scales", SCALES, (groups, rows))
     zeros = parts.read("qzeros", WORDS, (groups, packed_rows))
     order = parts.groups("g_idx", columns, groups) if "g_idx" in parts else groups_in_order(columns, size)
-    # In the first version of the format, GPTQModel subtracts 1 from all zero points of a word at
-    # once: a zero point of 0 borrows from the next
-    ones = sum(1 << shift for shift in range(0, 32, bits))
-    zeros = (zeros.long() + offset * ones).to(torch.int32)
-    return QuantizedMatrix(
-        unpack(packed.t(), bits), _by_row(scales), _by_row(unpack(zeros, bits)), order if groups > 1 else None, bits
-    )
+    if offset and not zeros.is_meta:
+        # In the first version of the format, GPTQModel subtracts 1 from all zero points of a word
+        # at once: a zero point of 0 borrows from the next
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        zeros = (zeros.long() + offset * ones).to(torch.int32)
+    numbers = StoredNumbers((rows, columns), torch.uint8, lambda where: unpack(packed[:, where].t(), bits))
+    return QuantizedMatrix(numbers, _by_row(scales), _by_row(unpack(zeros, bits)), order if groups > 1 else None, bits)
 
 
 def _words_of_outputs(parts: MatrixParts, rows: int, bits: int) -> int:
@@ -124,6 +138,7 @@ class AwqFormat(CheckpointFormat):
             raise unreadable(f"awq of the version {version!r}")
         if not settings.get("zero_point", True):
             raise unreadable("awq without zero points")
+        self._plain = read_strings(settings, "modules_to_not_convert")
         _require_bits(settings, "w_bit" if "w_bit" in settings else "bits", (_AWQ_BITS,))
         self._group_size = _group_size(settings, "q_group_size" if "q_group_size" in settings else "group_size")
 
@@ -132,7 +147,12 @@ class AwqFormat(CheckpointFormat):
             return None
         required = ("qweight", "qzeros", "scales")
         bits = bits_as_stored(_AWQ_BITS, self._group_size)
-        return MatrixLayout("qweight", required, numbers_in(1, _AWQ_BITS), self._read, bits)
+        return MatrixLayout(
+            "qweight", required, numbers_in(1, _AWQ_BITS), self._read, bits, group_size=self._group_size
+        )
+
+    def parts_of(self, module: str) -> Collection[str]:
+        return () if any(name in module for name in self._plain) else self.parts
 
     def _read(self, parts: MatrixParts) -> QuantizedMatrix:
         packed = parts.read("qweight", WORDS, (None, None))
@@ -142,7 +162,7 @@ class AwqFormat(CheckpointFormat):
         scales = parts.read("scales", SCALES, (groups, rows))
         zeros = parts.read("qzeros", WORDS, (groups, packed.shape[1]))
         return QuantizedMatrix(
-            _unpack_awq(packed),
+            StoredNumbers((rows, columns), torch.uint8, partial(_unpack_awq_rows, packed)),
             _by_row(scales),
             _unpack_awq(zeros).float(),
             groups_in_order(columns, size),
@@ -150,8 +170,18 @@ class AwqFormat(CheckpointFormat):
         )
 
 
+def _unpack_awq_rows(packed: Tensor, where: slice) -> Tensor:
+    """Unpack some of the rows n of words [a, n / 8]."""
+    per_word = len(_AWQ_ORDER)
+    first, end = where.start // per_word, -(-where.stop // per_word)
+    skipped = where.start - first * per_word
+    return _unpack_awq(packed[:, first:end])[skipped : skipped + where.stop - where.start]
+
+
 def _unpack_awq(packed: Tensor) -> Tensor:
     """Unpack the numbers of words [a, n / 8] to uint8 [n, a]."""
+    if packed.is_meta:
+        return packed.new_empty((packed.shape[1] * len(_AWQ_ORDER), packed.shape[0]), dtype=torch.uint8)
     by_word = unpack(packed.t(), _AWQ_BITS).reshape(packed.shape[1], packed.shape[0], len(_AWQ_ORDER))
     return by_word.transpose(1, 2)[:, _AWQ_ORDER].flatten(0, 1)
 
@@ -164,6 +194,7 @@ class Fp8Format(CheckpointFormat):
     def __init__(self, settings: Json) -> None:
         block = settings.get("weight_block_size")
         self._block = None if block is None else block_shape(block)
+        self._plain = (*read_strings(settings, "modules_to_not_convert"), *read_strings(settings, "ignored_layers"))
         self._float8_inputs = settings.get("activation_scheme") in ("dynamic", "static")
 
     def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
@@ -177,8 +208,11 @@ class Fp8Format(CheckpointFormat):
             partial(read_scaled, dtypes=FLOAT8, scale=scale, block=self._block),
             float8=True,
             float8_inputs=self._float8_inputs,
-            scaled_rows=self._block and self._block[0],
+            group_size=self._block and self._block[1],
         )
+
+    def parts_of(self, module: str) -> Collection[str]:
+        return () if any(name in module for name in self._plain) else ("weight", "weight_scale")
 
 
 def read_scaled(
@@ -189,11 +223,11 @@ def read_scaled(
     rows, columns = values.shape
     if block is None:
         scales = parts.read(scale, SCALES, (), (1,), (1, 1)).float().reshape(1, 1).expand(rows, 1)
-        return QuantizedMatrix(values, scales)
+        return QuantizedMatrix(StoredNumbers.plain(values), scales)
     height, width = block
     scales = parts.read(scale, SCALES, (count_groups(rows, height), count_groups(columns, width))).float()
     by_row = scales.repeat_interleave(height, dim=0)[:rows]
-    return QuantizedMatrix(values, by_row, groups=groups_in_order(columns, width))
+    return QuantizedMatrix(StoredNumbers.plain(values), by_row, groups=groups_in_order(columns, width))
 
 
 def unreadable(what: str) -> ModelLoadError:

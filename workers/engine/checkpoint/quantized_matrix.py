@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.engine.layers.quantized import GROUP_MULTIPLES, QuantizedWeight
+from workers.engine.layers.quantized import GROUP_MULTIPLES, QuantizedRows, QuantizedWeight
 from workers.engine.messages.errors import ModelLoadError
 
 Reader = Callable[[], Tensor]
@@ -74,10 +74,24 @@ class MatrixParts:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredNumbers:
+    """The numbers [n, k] of a matrix, which `unpack` returns by rows."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    unpack: Callable[[slice], Tensor]
+
+    @classmethod
+    def plain(cls, values: Tensor) -> StoredNumbers:
+        rows, columns = values.shape
+        return cls((rows, columns), values.dtype, values.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix [n, k]; each number is (value - zero point) * scale, by row and group."""
 
-    values: Tensor  # uint8, int8 or float8_e4m3fn [n, k]
+    values: StoredNumbers  # uint8, int8 or float8_e4m3fn
     scales: Tensor  # float32 [n, groups]
     zeros: Tensor | None = None  # float32 [n, groups]
     groups: Tensor | None = None  # int64 [k], the group of each column; None for a single group
@@ -86,39 +100,54 @@ class QuantizedMatrix:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the contiguous plain matrix, computed in float32 and rounded once to `dtype`."""
         rows, columns = self.values.shape
-        plain = torch.empty((rows, columns), dtype=dtype)
+        plain = torch.empty((rows, columns), dtype=dtype, device=self.scales.device)
+        if plain.is_meta:
+            return plain
         step = max(1, _NUMBERS_AT_ONCE // max(1, columns))
-        for part in (slice(first, first + step) for first in range(0, rows, step)):
-            numbers = self.values[part].to(torch.float32)
+        for part in (slice(first, min(first + step, rows)) for first in range(0, rows, step)):
+            numbers = self.values.unpack(part).to(torch.float32)
             if self.zeros is not None:
                 numbers -= self._by_column(self.zeros[part])
             numbers *= self._by_column(self.scales[part])
             plain[part] = numbers
         return plain
 
-    def as_stored(self, dtype: torch.dtype) -> QuantizedWeight | None:
+    def as_stored(self, dtype: torch.dtype) -> QuantizedRows | None:
         """Return a weight with the same integers, or None if weights do not support them.
 
         These are not supported: floats, columns that are not in the order of their groups, and 8
         bits with zero points.
         """
-        size = self._group_size()
+        size, unpack = self._group_size(), self.values.unpack
         if size is None or self.values.dtype not in (torch.int8, torch.uint8):
             return None
-        scales = self.scales.float().contiguous()
-        middle = 0 if self.values.dtype == torch.int8 else 128
         if self.bits == 4 and self.values.dtype == torch.uint8:
-            if self.zeros is None or not self.zeros.to(torch.uint8).clamp_(max=15).equal(self.zeros):
+            if self.zeros is None or not (self.zeros.is_meta or _fit_4_bits(self.zeros)):
                 return None
-            return QuantizedWeight(self.values, scales, dtype, size, self.zeros.to(torch.uint8))
-        if self.zeros is not None and not bool((self.zeros == middle).all()):
+            return self._rows(dtype, size, unpack, torch.uint8, zeros=self.zeros.to(torch.uint8))
+        middle = 0 if self.values.dtype == torch.int8 else 128
+        if self.zeros is not None and not (self.zeros.is_meta or bool((self.zeros == middle).all())):
             return None
-        return QuantizedWeight((self.values - middle).to(torch.int8), scales, dtype, size)
+        return self._rows(dtype, size, lambda where: (unpack(where) - middle).to(torch.int8), torch.int8)
 
-    def as_float8(self, dtype: torch.dtype, float8_inputs: bool) -> QuantizedWeight | None:
+    def as_float8(self, dtype: torch.dtype, float8_inputs: bool) -> QuantizedRows | None:
         """Return a weight with the same floats; None if groups are not in order."""
-        size, scales = self._group_size(), self.scales.float().contiguous()
-        return None if size is None else QuantizedWeight(self.values, scales, dtype, size, float8_inputs=float8_inputs)
+        size = self._group_size()
+        if size is None:
+            return None
+        return self._rows(dtype, size, self.values.unpack, self.values.dtype, float8_inputs=float8_inputs)
+
+    def _rows(
+        self,
+        dtype: torch.dtype,
+        group_size: int,
+        unpack: Callable[[slice], Tensor],
+        stored: torch.dtype,
+        zeros: Tensor | None = None,
+        float8_inputs: bool = False,
+    ) -> QuantizedRows:
+        scales, no_values = self.scales.float().contiguous(), torch.empty((), dtype=stored).expand(self.values.shape)
+        return QuantizedRows(QuantizedWeight(no_values, scales, dtype, group_size, zeros, float8_inputs), unpack)
 
     def _group_size(self) -> int | None:
         """Return the number of columns that share a scale; None if groups are not in order."""
@@ -143,7 +172,7 @@ class MatrixLayout:
     bits: int | None = None  # of a number, if `QuantizedMatrix.as_stored` supports it
     float8: bool = False  # whether `QuantizedMatrix.as_float8` supports it
     float8_inputs: bool = False
-    scaled_rows: int | None = 1  # rows that share a stored scale; None: all
+    group_size: int | None = None  # columns that share a scale; None: all
 
 
 def bits_as_stored(bits: int, group_size: int | None) -> int | None:
@@ -156,6 +185,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
     Words hold unsigned numbers of 4 or 8 bits, the first in the lowest bits.
     """
+    if packed.is_meta:  # operations on bits would import torch's compiler there
+        return packed.new_empty((packed.shape[0], numbers_in(packed.shape[1], bits)), dtype=torch.uint8)
     # contiguous() would keep the strides of a single column; little-endian, as safetensors are
     octets = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
@@ -180,6 +211,10 @@ def groups_in_order(columns: int, size: int) -> Tensor | None:
 
 def count_groups(columns: int, size: int) -> int:
     return -(-columns // size)
+
+
+def _fit_4_bits(zeros: Tensor) -> bool:
+    return zeros.to(torch.uint8).clamp_(max=15).equal(zeros)
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from workers.engine.checkpoint.dtypes import stored_dtype
 from workers.engine.checkpoint.model_checkpoint import ModelCheckpoint
 from workers.engine.checkpoint.quantized_checkpoint import plain_readers
 from workers.engine.checkpoint.quantized_matrix import Reader
-from workers.engine.checkpoint.tensor_files import tensor_readers
+from workers.engine.checkpoint.tensor_files import shape_readers, tensor_readers
 from workers.engine.models.text_part import text_names
 
 logger = logging.getLogger(__name__)
@@ -22,17 +21,27 @@ def weight_readers(checkpoint: ModelCheckpoint) -> dict[str, Reader]:
     than text, these are the tensors of its text model.
     """
     readers = tensor_readers(checkpoint.folder)
+    found = _of_text(checkpoint, readers)
+    if len(found) < len(readers):
+        others = len(readers) - len(found)
+        logger.info("%s takes text only: %d tensors of other parts are left unread", checkpoint.folder, others)
+    return found
+
+
+def plain_shape_readers(checkpoint: ModelCheckpoint) -> dict[str, Reader]:
+    """Return the same by `shape_readers`: tensors without numbers."""
+    return _of_text(checkpoint, shape_readers(checkpoint.folder))
+
+
+def _of_text(checkpoint: ModelCheckpoint, readers: Mapping[str, Reader]) -> dict[str, Reader]:
+    """Return the plain readers of the tensors of a text model, by its own names for them."""
     if not checkpoint.text_only:
         return _plain(checkpoint, readers)
-    names = text_names(readers)
-    others = len(readers) - len(names)
-    if others:
-        logger.info("%s takes text only: %d tensors of other parts are left unread", checkpoint.folder, others)
-    plain = _plain(checkpoint, {name: readers[name] for name in names})
+    plain = _plain(checkpoint, {name: readers[name] for name in text_names(readers)})
     return {own: plain[name] for name, own in text_names(plain).items()}
 
 
 def _plain(checkpoint: ModelCheckpoint, readers: Mapping[str, Reader]) -> dict[str, Reader]:
     if checkpoint.quantized is None:
         return dict(readers)
-    return plain_readers(readers, checkpoint.quantized, stored_dtype(checkpoint.config))
+    return plain_readers(readers, checkpoint.quantized, checkpoint.stored_dtype)

@@ -55,7 +55,7 @@ class Executor:
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
         self.weights_seconds = self._rank.weights_seconds
         self.cache_groups = self._rank.runner.cache_groups
-        self.model_digest = digest_of(checkpoint.folder)
+        self.model_digest = digest_of(checkpoint.folder, checkpoint.dummy)
         self.cache_memory = self._cache_memory()
 
     @property

@@ -34,6 +34,7 @@ from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
 from workers.engine.models.pooling import PoolingModel
+from workers.engine.models.registry import Family
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +95,15 @@ class Rank:
         parallel = self._parallel
         config, model = self._config, self.model_config
         ops = self._backend.ops
-        whole = weight_bytes(
+        weights = weight_bytes(
             self._checkpoint,
             self.dtype,
             self._backend.widens,
             config.quantization,
             integers=ops.multiplies(4, self.dtype),
             float8=ops.multiplies_float8(self.device),
+            parallel=parallel,
         )
-        weights = whole // parallel.size
         if self.device.type == "cuda":
             return self._load_on_gpu(weights)
         # Plan the cache first: it may not fit, or shorten the context.
@@ -120,10 +121,14 @@ class Rank:
         _release_unused()  # memory of an earlier model in this process
         taken = _used(self.device)
         place = f"on {gpu} with {gib(total)}, of which {gib(taken)} are taken"
-        with _refusing(
+        too_large = (
             f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among"
             " GPUs"
-        ):
+        )
+        # For transformers' classes the size is an estimate, which may be too large
+        if weights > total - taken and isinstance(self._checkpoint.family, Family):
+            raise ModelLoadError(too_large)
+        with _refusing(too_large):
             self._model = self._load_model(config.max_model_len)
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes
@@ -192,7 +197,9 @@ def open_shard(config: EngineConfig) -> ModelCheckpoint:
 
     Raises ModelLoadError.
     """
-    checkpoint = open_checkpoint(config.model, config.model_impl, config.task, config.generation_config)
+    checkpoint = open_checkpoint(
+        config.model, config.model_impl, config.task, config.generation_config, config.load_format
+    )
     return shard_checkpoint(checkpoint, config.tensor_parallel_size)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.attention.base import Attention, CacheShape
-from workers.engine.attention.context import CachedLayer, Interruption, StepAttention
+from workers.engine.attention.context import CachedLayer, Interruption, StepAttention, keeping_layer
 from workers.engine.backends.base import Backend
 from workers.engine.cuda.staging import ResultCopies
 from workers.engine.device.cache_plan import cache_groups
@@ -55,7 +55,7 @@ def _cache_shapes(
     sizes = {layer: group.block_size for group in groups.groups for layer in group.layers}
     page_keys = groups.layer_bytes // (2 * dtype.itemsize)
     return [
-        CacheShape(num_pages, sizes[_keeping_layer(layers, index)], layer.kv_heads, layer.head_dim, dtype, page_keys)
+        CacheShape(num_pages, sizes[keeping_layer(layers, index)], layer.kv_heads, layer.head_dim, dtype, page_keys)
         for index, layer in enumerate(layers)
     ]
 
@@ -79,12 +79,6 @@ def _cached_layers(
     places = groups.places()
     cached = []
     for index, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
-        column, page = places[_keeping_layer(layers, index)]
+        column, page = places[keeping_layer(layers, index)]
         cached.append(CachedLayer(attention, attention.view(pages[page]), layer, column))
     return cached
-
-
-def _keeping_layer(layers: Sequence[AttentionShape], index: int) -> int:
-    """Return the layer whose keys and values the layer `index` reads: itself, or an earlier one."""
-    reads = layers[index].reads
-    return index if reads is None else _keeping_layer(layers, reads)

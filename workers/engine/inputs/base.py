@@ -75,10 +75,13 @@ class Inputs(ABC):
         raise NotImplementedError
 
 
-def column_pages(groups: CacheGroups, new: NewBlocks) -> tuple[int, NDArray[np.int32]]:
+def column_pages(groups: CacheGroups, new: NewBlocks) -> tuple[int, list[list[int]]]:
     """Return new blocks as they are in the block tables of their group's columns: the index of the
-    first page, and the pages [columns, pages].
+    first page, and the pages of each column.
     """
-    columns, parts = groups.groups[new.group].columns, groups.grid // groups.groups[new.group].block_size
-    pages = np.array(new.block_ids, np.int32).reshape(-1, columns, parts)
-    return new.first * parts, pages.transpose(1, 0, 2).reshape(columns, -1)
+    group = groups.groups[new.group]
+    if group.pages == 1:
+        return new.first, [new.block_ids]
+    parts = groups.grid // group.block_size
+    pages = np.array(new.block_ids).reshape(-1, group.columns, parts)
+    return new.first * parts, pages.transpose(1, 0, 2).reshape(group.columns, -1).tolist()

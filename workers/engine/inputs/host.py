@@ -23,15 +23,15 @@ class HostInputs(Inputs):
         self._prompt_lengths = torch.from_numpy(self.prompt_lengths)
         self._groups = groups
         blocks = -(-max_model_len // groups.grid)
-        # By group [columns, slots, pages of all blocks]
+        # [slots, pages of all blocks] of each column, by group
         self._tables = [
-            np.zeros((group.columns, num_slots, blocks * (groups.grid // group.block_size)), np.int32)
+            [np.zeros((num_slots, blocks * (groups.grid // group.block_size)), np.int32) for _ in range(group.columns)]
             for group in groups.groups
         ]
         self._columns = [
             (table, group.block_size)
-            for group, of_group in zip(groups.groups, self._tables, strict=True)
-            for table in of_group
+            for group, tables in zip(groups.groups, self._tables, strict=True)
+            for table in tables
         ]
         self._device = device
         self._where: tuple[Tensor, ...] = ()  # slots and columns of the tokens sampled by the step
@@ -75,13 +75,14 @@ class HostInputs(Inputs):
         self.tokens[request.slot, : len(request.token_ids)] = to_device(
             np.array(request.token_ids, np.int32), self._device
         )
-        for table in self._tables:
-            table[:, request.slot] = 0
+        for table, _ in self._columns:
+            table[request.slot] = 0
         self.prompt_lengths[request.slot] = request.prompt_length
 
     def _extend(self, new: NewBlocks) -> None:
-        first, pages = column_pages(self._groups, new)
-        self._tables[new.group][:, new.slot, first : first + pages.shape[1]] = pages
+        first, of_columns = column_pages(self._groups, new)
+        for table, pages in zip(self._tables[new.group], of_columns, strict=True):
+            table[new.slot, first : first + len(pages)] = pages
 
 
 def _slot_mapping(

@@ -192,9 +192,9 @@ class DeviceInputs(Inputs):
         slots = self.block_tables.shape[1]
         for new in plan.new_blocks:
             column = sum(group.columns for group in self._groups.groups[: new.group])
-            first, pages = column_pages(self._groups, new)
-            for index, of_column in enumerate(pages.tolist(), column):
-                yield from _parts(kernels.BLOCKS, index * slots + new.slot, first, of_column)
+            first, of_columns = column_pages(self._groups, new)
+            for index, pages in enumerate(of_columns, column):
+                yield from _parts(kernels.BLOCKS, index * slots + new.slot, first, pages)
 
 
 def _parts(table: int, row: int, column: int, values: Sequence[int]) -> Iterator[Write]:

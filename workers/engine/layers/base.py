@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.layers.quantized import Weight
+from workers.engine.layers.stored_matrix import StoredMatrix
 
 Projection = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out]."""
@@ -238,18 +239,17 @@ class Ops(Protocol):
 
     It takes ownership of weights: a layer may store them in another layout, and the caller must not
     keep them. Norms apply to the last dimension and sum in float32; their weights may be in float32
-    for inputs in 16 bits. A sum of `x` and `residual` is
-    rounded to their dtype before the norm.
+    for inputs in 16 bits. A sum of `x` and `residual` is rounded to their dtype before the norm.
     """
 
-    def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
+    def linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str | None = None) -> Projection:
         """Return x -> activation(x weight.T + bias) for weight [out, in].
 
         Raises ModelLoadError like `activation`.
         """
         ...
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
+    def gated_linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str) -> Projection:
         """Return x -> activation(gate) * up, where x weight.T + bias [..., 2 * width] has the gates
         first.
 
@@ -257,7 +257,7 @@ class Ops(Protocol):
         """
         ...
 
-    def table(self, weight: Weight) -> Table: ...
+    def table(self, weight: Weight | StoredMatrix) -> Table: ...
 
     def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
         """Return whether products with a QuantizedWeight of this many bits need no dequantization,

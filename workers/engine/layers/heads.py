@@ -23,6 +23,10 @@ class PickedRows:
     def length(self) -> int:
         return len(self.where)
 
+    def select(self, where: slice) -> Tensor:
+        """Return some of these rows as rows of the checkpoint."""
+        return self.where[where]
+
 
 Rows = Shard | PickedRows
 

@@ -1,5 +1,5 @@
-"""Load projections. Projections with the same input are fused, and sharded over the ranks of a
-model (see `parallel.py`).
+"""Load projections and sinks. Projections with the same input are fused; all are sharded over the
+ranks of a model (see `parallel.py`).
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from workers.engine.layers.activation import XIELU
 from workers.engine.layers.base import Projection
 from workers.engine.layers.heads import Rows
 from workers.engine.layers.parallel import Parallel, Shard
-from workers.engine.layers.quantized import Weight
+from workers.engine.layers.stored_matrix import StoredMatrix
 from workers.engine.layers.weights import Weights
 
 
@@ -57,6 +58,16 @@ def load_gated(
     return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, rows, bias), activation)
 
 
+def load_xielu(weights: Weights, up: str, activation: str, size_in: int, size_out: Shard, bias: bool) -> Projection:
+    """Return the projection `up` with an xIELU, whose factors are among the tensors of
+    `activation`.
+    """
+    plain = load_fused(weights, [up], size_in, [size_out], bias)
+    above, below = (weights.take(f"{activation}.{factor}", (1,)) for factor in ("alpha_p", "alpha_n"))
+    activate = XIELU(above, below)
+    return lambda x: activate(plain(x))
+
+
 def load_row_parallel(
     weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False
 ) -> Projection:
@@ -69,6 +80,11 @@ def load_row_parallel(
     return own if parallel.size == 1 else RowParallel(own, parallel)
 
 
+def load_sinks(weights: Weights, name: str, heads: int) -> Tensor:
+    """Return `AttentionPart.sinks` of this rank's `heads`."""
+    return weights.take_rows([name], [weights.parallel.shard(heads)]).float()
+
+
 def _take_fused(
     weights: Weights,
     names: Sequence[str],
@@ -76,6 +92,6 @@ def _take_fused(
     sizes_out: Sequence[Rows],
     bias: bool,
     transposed: bool = False,
-) -> tuple[Weight, Tensor | None]:
+) -> tuple[StoredMatrix, Tensor | None]:
     weight = weights.take_matrix([f"{name}.weight" for name in names], sizes_out, size_in, transposed)
-    return weight, weights.take_rows([f"{name}.bias" for name in names], sizes_out, None) if bias else None
+    return weight, weights.take_rows([f"{name}.bias" for name in names], sizes_out) if bias else None

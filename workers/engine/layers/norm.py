@@ -61,24 +61,23 @@ class LayerNorm(RMSNorm):
 class HeadLayerNorm:
     """Layer norm of each head by its own weight, without a bias.
 
-    `names` has the checkpoint's tensor [heads, size], or a tensor [size] for each head. `heads` are
+    `names`: that of a tensor [heads, size], or those of a tensor [size] for each head. `heads` are
     this rank's. `order`, int64 [size], is that of a head's numbers, if they are permuted.
     """
 
     def __init__(
         self,
         weights: Weights,
-        names: Sequence[str],
+        names: str | Sequence[str],
         heads: Shard,
         size: int,
         eps: float,
         order: Tensor | None = None,
     ) -> None:
-        tensors = [f"{name}.weight" for name in names]
-        if len(names) == 1:
-            weight = weights.take_rows(tensors, [heads], size)
+        if isinstance(names, str):
+            weight = weights.take(f"{names}.weight", (heads.total, size))[heads.where].contiguous()
         else:
-            weight = torch.stack([weights.take(name, (size,)) for name in tensors[heads.where]])
+            weight = torch.stack([weights.take(f"{name}.weight", (size,)) for name in names[heads.where]])
         self.weight = weight if order is None else weight[:, order.to(weight.device)].contiguous()
         self.bias: Tensor | None = torch.zeros_like(weight)
         self.eps = eps
@@ -98,7 +97,7 @@ class RowRMSNorm:
         self, weights: Weights, names: Sequence[str], rows: Sequence[Shard], eps: float, copies: int = 1
     ) -> None:
         self._queries, self._keys = (
-            weights.take_rows([f"{name}.weight"], [part], None) for name, part in zip(names, rows, strict=True)
+            weights.take_rows([f"{name}.weight"], [part]) for name, part in zip(names, rows, strict=True)
         )
         self._ops, self._parallel, self.eps = weights.ops, weights.parallel, eps
         self._totals = torch.tensor([rows[0].total, rows[1].total * copies], device=weights.device)

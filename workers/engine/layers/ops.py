@@ -13,25 +13,27 @@ from workers.engine.layers.activation import activation as function_of
 from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Table
 from workers.engine.layers.quantized import QuantizedWeight, Weight
 from workers.engine.layers.stack import LayerStack
+from workers.engine.layers.stored_matrix import StoredMatrix, whole
 
 
 class TorchOps:
     """Operations in plain torch, for every device."""
 
-    def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
-        plain = self.product(weight, bias)
+    def linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str | None = None) -> Projection:
+        plain = self.product(whole(weight), bias)
         if activation is None:
             return plain
         activate = function_of(activation)
         return lambda x: activate(plain(x))
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
+    def gated_linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str) -> Projection:
         function_of(activation)  # refuses an unknown name at load time, not in the first step
-        plain = self.product(weight, bias)
+        plain = self.product(whole(weight), bias)
         return lambda x: self.gated_activation(activation, plain(x))
 
-    def table(self, weight: Weight) -> Table:
-        return PlainTable(weight) if isinstance(weight, Tensor) else QuantizedTable(weight, self.product(weight, None))
+    def table(self, weight: Weight | StoredMatrix) -> Table:
+        rows = whole(weight)
+        return PlainTable(rows) if isinstance(rows, Tensor) else QuantizedTable(rows, self.product(rows, None))
 
     def product(self, weight: Weight, bias: Tensor | None) -> Projection:
         if isinstance(weight, Tensor):

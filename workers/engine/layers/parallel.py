@@ -43,6 +43,10 @@ class Shard:
     def where(self) -> slice:
         return slice(self.start, self.start + self.length)
 
+    def select(self, where: slice) -> slice:
+        """Return some of these rows as rows of the checkpoint."""
+        return slice(self.start + where.start, self.start + where.stop)
+
     def within(self, part: int, parts: int) -> Shard:
         """Return this shard within part `part` of a tensor that concatenates `parts` such
         totals.

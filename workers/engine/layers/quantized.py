@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,6 +86,30 @@ class QuantizedWeight:
 Weight = Tensor | QuantizedWeight
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A quantized matrix whose numbers are unpacked in slices of rows."""
+
+    form: QuantizedWeight  # the matrix, but its values must not be read
+    unpack: Callable[[slice], Tensor]  # returns the values of some rows
+
+    def rows(self, where: slice | Tensor) -> QuantizedWeight:
+        """Return some of the rows, as a slice or by int64 indices."""
+        if isinstance(where, slice):
+            values = self.unpack(where)
+        else:
+            first, end = (int(where.min()), int(where.max()) + 1) if len(where) else (0, 0)
+            values = self.unpack(slice(first, end))[where - first]
+        return replace(self.form_of_rows(where), values=values)
+
+    def form_of_rows(self, where: slice | Tensor) -> QuantizedWeight:
+        """Return the form of some of the rows."""
+        scales, zeros = (None if part is None else part[where] for part in (self.form.scales, self.form.zeros))
+        assert scales is not None
+        no_values = self.form.values[:1].expand(len(scales), -1)
+        return replace(self.form, values=no_values, scales=scales, zeros=zeros)
+
+
 def quantize(weight: Tensor) -> QuantizedWeight:
     """Return a matrix [n, k] in int8: each number is rounded to the nearest of 255 values, evenly
     spaced up to its row's largest magnitude.
@@ -96,11 +120,15 @@ def quantize(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(values, scales, weight.dtype, weight.shape[1])
 
 
+def have_one_kind(weights: Sequence[QuantizedWeight]) -> bool:
+    return len({(each.group_size, each.values.dtype, each.dtype, each.float8_inputs) for each in weights}) == 1
+
+
 def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Return the rows of all weights as one, or None if their kinds differ."""
-    first = weights[0]
-    if len({(each.group_size, each.values.dtype, each.dtype, each.float8_inputs) for each in weights}) > 1:
+    if not have_one_kind(weights):
         return None
+    first = weights[0]
     values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     return replace(first, values=values, scales=scales, zeros=torch.cat(zeros) if zeros else None)

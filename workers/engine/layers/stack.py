@@ -36,21 +36,38 @@ class LayerStack:
         self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext, inputs: Tensor | None
     ) -> Tensor:
         residual: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            x, residual = _normed(layer.attention_norm, hidden, residual)
-            attended = _result(
-                layer, layer.attention_result_norm, _attend(index, layer.attention, x, rotations, attend)
-            )
-            if layer.parallel:
-                x = x if layer.mlp_norm is None else layer.mlp_norm(residual)
-                residual = attended.add_(residual)
-            else:
-                x, residual = _normed(layer.mlp_norm, attended, residual)
-            hidden = _result(layer, layer.mlp_result_norm, layer.mlp.down(layer.mlp.up(x)))
-            if layer.layer_input is not None or layer.scalar is not None:
-                own = None if inputs is None else inputs[:, index]
-                hidden, residual = _finished(layer, hidden.add_(residual), own), None
+        for index in range(len(self.layers)):
+            hidden, residual = self._run_layer(index, hidden, residual, rotations, attend, inputs)
+        return self._last_norm(hidden, residual)
+
+    def _last_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         return _normed(self.norm, hidden, residual)[0]
+
+    def _run_layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotations: Sequence[Rotation],
+        attend: AttentionContext,
+        inputs: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the MLP's result, and the residual to which it is to be added, or None for none.
+
+        `hidden` and `residual` are those of the layer before, and may be overwritten.
+        """
+        layer = self.layers[index]
+        x, residual = _normed(layer.attention_norm, hidden, residual)
+        attended = _result(layer, layer.attention_result_norm, _attend(index, layer.attention, x, rotations, attend))
+        if layer.parallel:
+            x = x if layer.mlp_norm is None else layer.mlp_norm(residual)
+            residual = attended.add_(residual)
+        else:
+            x, residual = _normed(layer.mlp_norm, attended, residual)
+        hidden = _result(layer, layer.mlp_result_norm, layer.mlp.down(layer.mlp.up(x)))
+        if layer.layer_input is None and layer.scalar is None:
+            return hidden, residual
+        return _finished(layer, hidden.add_(residual), None if inputs is None else inputs[:, index]), None
 
     def _run_post_norm(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
         for index, layer in enumerate(self.layers):

@@ -13,7 +13,8 @@ from workers.engine.layers.base import Ops
 from workers.engine.layers.heads import Rows
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel, Shard
-from workers.engine.layers.quantized import QuantizedWeight, Weight, stack_rows
+from workers.engine.layers.quantized import QuantizedRows, QuantizedWeight, Weight
+from workers.engine.layers.stored_matrix import StoredMatrix, parts_within, stack_stored
 from workers.engine.messages.errors import ModelLoadError
 
 PLAIN_VERSION = "use the model's float16, bfloat16 or float32 version"
@@ -30,10 +31,10 @@ class QuantizedReader(Protocol):
 
     def __call__(self) -> Tensor: ...
 
-    def quantized(self) -> QuantizedWeight | None:
+    def quantized(self) -> QuantizedRows | None:
         """Return it as stored, or None without `bits` or if its numbers are not of that kind."""
 
-    def float8(self) -> QuantizedWeight | None:
+    def float8(self) -> QuantizedRows | None:
         """Return it as stored if that is float8, with scales for groups of consecutive columns;
         else None.
         """
@@ -63,6 +64,7 @@ class Weights:
         self.parallel = parallel or Parallel()
         self._prefix = prefix if any(name.startswith(prefix) for name in readers) else ""
         self._taken: set[str] = set()
+        self.allocated = 0  # bytes of the tensors that are not matrices of layers
 
     def __contains__(self, name: str) -> bool:
         return self._resolve(name) in self._readers
@@ -72,82 +74,113 @@ class Weights:
 
         Raises ModelLoadError if it is absent or has another shape.
         """
-        target = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
-        self._read(name, shape, (), target)
-        return target
+        return self._allocate(shape).copy_(self._open(name, shape))
 
-    def take_rows(
-        self, names: Sequence[str], rows: Sequence[Rows], columns: int | None, transposed: bool = False
-    ) -> Tensor:
-        """Return rows of several tensors [total, columns] (or [total] if `columns` is None),
-        stacked for a fused projection.
-
-        With `transposed`, the checkpoint stores them as [columns, total].
-        """
-        rest = () if columns is None else (columns,)
-        target = torch.empty((sum(part.length for part in rows), *rest), dtype=self.dtype, device=self.device)
+    def take_rows(self, names: Sequence[str], rows: Sequence[Rows]) -> Tensor:
+        """Return numbers of several tensors with one dimension, one after the other."""
+        target = self._allocate((sum(part.length for part in rows),))
         for name, shard, part in zip(names, rows, torch.split(target, [shard.length for shard in rows]), strict=True):
-            if transposed and columns is not None:
-                self._read(name, (columns, shard.total), (slice(None), shard.where), part.t())
-            else:
-                self._read(name, (shard.total, *rest), (shard.where,), part)
+            part.copy_(self._open(name, (shard.total,))[shard.where])
         return target
 
-    def take_matrix(self, names: Sequence[str], rows: Sequence[Rows], columns: int, transposed: bool = False) -> Weight:
-        """Return `take_rows` of a matrix, quantized if it is stored so and products with it need no
-        dequantization.
+    def take_table(self, name: str, rows: int, columns: int, part: Shard | None = None) -> StoredMatrix:
+        """Return a plain matrix [rows, columns], or a part of its rows."""
+        table = self._open(name, (rows, columns))
+        return self._plain([table if part is None else table[part.where]])
+
+    def take_matrix(
+        self, names: Sequence[str], rows: Sequence[Rows], columns: int, transposed: bool = False
+    ) -> StoredMatrix:
+        """Return rows of several matrices [total, columns], stacked for a fused projection.
+
+        It is quantized if they are stored so and products with it need no dequantization. With
+        `transposed`, the checkpoint stores them as [columns, total].
         """
-        found = {
-            name: self._read_quantized(name, (shard.total, columns)) for name, shard in zip(names, rows, strict=True)
-        }
-        pairs = [(found[name], shard) for name, shard in zip(names, rows, strict=True)]
-        parts = [weight.rows(shard.where) for weight, shard in pairs if weight is not None]
-        whole = stack_rows(parts) if len(parts) == len(names) else None
-        if whole is None:
-            del found, pairs, parts
-            return self.take_rows(names, rows, columns, transposed)
-        self._taken.update(map(self._resolve, names))
-        return whole.to(self.device)
+        found = [self._quantized(name, (shard.total, columns)) for name, shard in zip(names, rows, strict=True)]
+        parts = [
+            self._stored(part, shard, Shard(0, columns, columns))
+            for part, shard in zip(found, rows, strict=True)
+            if part is not None
+        ]
+        stacked = stack_stored(parts) if len(parts) == len(names) else None
+        if stacked is not None:
+            self._taken.update(map(self._resolve, names))
+            return stacked
+        del found, parts
+        return self._plain(
+            [
+                self._open(name, (columns, shard.total))[:, shard.where].t()
+                if transposed
+                else self._open(name, (shard.total, columns))[shard.where]
+                for name, shard in zip(names, rows, strict=True)
+            ]
+        )
 
-    def take_matrix_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Weight:
-        """Return `take_columns` of a matrix, quantized like `take_matrix`."""
-        weight = self._read_quantized(name, (rows, columns.total))
-        if weight is not None:
-            weight = weight.columns(columns.start, columns.start + columns.length)
-            if weight.has_whole_groups:
+    def take_matrix_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> StoredMatrix:
+        """Return columns of a matrix [rows, total], quantized like `take_matrix`."""
+        found = self._quantized(name, (rows, columns.total))
+        if found is not None:
+            stored = self._stored(found, Shard(0, rows, rows), columns)
+            if isinstance(stored.form, QuantizedWeight) and stored.form.has_whole_groups:
                 self._taken.add(self._resolve(name))
-                return weight.to(self.device)
-        return self.take_columns(name, rows, columns, transposed)
+                return stored
+        if transposed:
+            return self._plain([self._open(name, (columns.total, rows))[columns.where].t()])
+        return self._plain([self._open(name, (rows, columns.total))[:, columns.where]])
 
-    def _read_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
-        """Return the whole matrix in host memory, since only a rank's part goes to the device."""
+    def _plain(self, parts: Sequence[Tensor]) -> StoredMatrix:
+        """Return the rows of tensors of the checkpoint [n, k] as one matrix."""
+        columns, lengths = parts[0].shape[1], [len(part) for part in parts]
+
+        def read(where: slice) -> Tensor:
+            target = torch.empty((where.stop - where.start, columns), dtype=self.dtype, device=self.device)
+            found = list(parts_within(where, lengths))
+            for (index, within), rows in zip(
+                found, torch.split(target, [within.stop - within.start for _, within in found]), strict=True
+            ):
+                rows.copy_(parts[index][within])
+            return target
+
+        form = torch.empty((), dtype=self.dtype).expand(sum(lengths), columns)
+        dtypes = {part.dtype for part in parts}
+        exact = next(iter(dtypes)) if len(dtypes) == 1 else None
+        return StoredMatrix(form, read, exact if exact in (torch.bfloat16, torch.float16) else None)
+
+    def _stored(self, matrix: QuantizedRows, rows: Rows, columns: Shard) -> StoredMatrix:
+        """Return a part of a quantized matrix; only this part goes to the device."""
+        first, end = columns.start, columns.start + columns.length
+
+        def read(where: slice) -> Weight:
+            part = matrix.rows(rows.select(where))
+            return (part if columns.length == columns.total else part.columns(first, end)).to(self.device)
+
+        form = matrix.form_of_rows(rows.where)
+        return StoredMatrix(form if columns.length == columns.total else form.columns(first, end), read)
+
+    def _quantized(self, name: str, shape: Sequence[int]) -> QuantizedRows | None:
+        """Return the whole matrix in host memory, as it is stored."""
         resolved = self._resolve(name)
         reader = self._readers.get(resolved)
         if not isinstance(reader, QuantizedReader):
             return None
-        weight = reader.quantized() if self.ops.multiplies(reader.bits, self.dtype) else None
-        if weight is None and self.ops.multiplies_float8(self.device):
-            weight = reader.float8()
-        if weight is None:
+        matrix = reader.quantized() if self.ops.multiplies(reader.bits, self.dtype) else None
+        if matrix is None and self.ops.multiplies_float8(self.device):
+            matrix = reader.float8()
+        if matrix is None:
             return None
-        _check_shape(resolved, weight.shape, shape)
-        return replace(weight, dtype=self.dtype)
+        _check_shape(resolved, matrix.form.shape, shape)
+        return replace(matrix, form=replace(matrix.form, dtype=self.dtype))
 
-    def take_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Tensor:
-        """Return columns of a tensor [rows, total], which the checkpoint stores as [total, rows] if
-        `transposed`.
-        """
-        target = torch.empty((rows, columns.length), dtype=self.dtype, device=self.device)
-        if transposed:
-            self._read(name, (columns.total, rows), (columns.where,), target.t())
-        else:
-            self._read(name, (rows, columns.total), (slice(None), columns.where), target)
-        return target
-
-    def _read(self, name: str, shape: Sequence[int], where: tuple[slice | Tensor, ...], target: Tensor) -> None:
-        """Copy a tensor or a part of it, since a file replaced under a memory map would kill the
+    def _allocate(self, shape: Sequence[int]) -> Tensor:
+        """Return memory for a copy, since a file replaced under a memory map would kill the
         process.
         """
+        target = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+        self.allocated += target.nbytes
+        return target
+
+    def _open(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return a tensor of the checkpoint, in a memory map of its file."""
         resolved = self._resolve(name)
         if resolved not in self._readers:
             raise ModelLoadError(
@@ -161,7 +194,11 @@ class Weights:
                 f" known; {PLAIN_VERSION}"
             )
         self._taken.add(resolved)
-        target.copy_(tensor[where])
+        return tensor
+
+    def beside(self, readers: Callable[[], Mapping[str, Callable[[], Tensor]]]) -> Weights:
+        """Return the tensors of a module beside the model, in float32."""
+        return Weights(readers(), torch.float32, self.device)
 
     def unused(self) -> list[str]:
         """Return the names of tensors that no layer used."""

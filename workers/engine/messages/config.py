@@ -49,6 +49,12 @@ class EngineConfig:
         "Code that runs the model; auto: the engine's own if it has the architecture, else transformers'.",
         choices=("auto", "own", "transformers"),
     )
+    load_format: str = _flag(
+        "auto",
+        "auto: weights from safetensors. dummy: random ones in the checkpoint's formats, from config.json alone, to"
+        " measure speed without a download; the tokenizer must be there.",
+        choices=("auto", "dummy"),
+    )
     task: str = _flag(
         "auto",
         "What the model does; auto: what its folder was made for. embed: with any of the engine's own models.",

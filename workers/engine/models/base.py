@@ -15,9 +15,6 @@ from workers.engine.models.config import ModelConfig
 class DecoderModel(ABC):
     """A decoder over flat rows of tokens: no batch dimension, no padding."""
 
-    #: Prefix that a bare decoder's tensor names lack in a full checkpoint; layers write "*."
-    prefix: str
-
     #: Whether a CUDA graph may record its forward, which then must neither wait for the device nor
     #: depend on host values except shapes.
     recordable = True
@@ -91,18 +88,13 @@ def load_tables(
     Every rank's part is padded to the same number of rows. Tied weights use rows of the embedding;
     a single rank shares the whole table.
     """
-    table = weights.take(embedding, (config.vocab_size, config.hidden_size))
-    own, most = weights.parallel.part(config.vocab_size), weights.parallel.part_size(config.vocab_size)
-    if config.tie_word_embeddings and own.length == config.vocab_size:
-        shared = weights.ops.table(table)
-        return shared, shared
-    rows = (
-        table[own.where]
-        if config.tie_word_embeddings
-        else weights.take_rows([f"{head}.weight"], [own], config.hidden_size)
-    )
-    missing = most - own.length
-    output = weights.ops.table(F.pad(rows, (0, 0, 0, missing)) if missing else rows)
+    vocab, hidden = config.vocab_size, config.hidden_size
+    own, most = weights.parallel.part(vocab), weights.parallel.part_size(vocab)
+    table = weights.ops.table(weights.take_table(embedding, vocab, hidden))
+    output, missing = table, most - own.length
+    if not config.tie_word_embeddings or own.length < vocab:
+        rows = weights.take_table(embedding if config.tie_word_embeddings else f"{head}.weight", vocab, hidden, own)
+        output = weights.ops.table(rows.padded(missing) if missing else rows)
     if bias:
-        output = BiasedTable(output, F.pad(weights.take_rows([f"{head}.bias"], [own], None), (0, missing)))
-    return weights.ops.table(table), output
+        output = BiasedTable(output, F.pad(weights.take_rows([f"{head}.bias"], [own]), (0, missing)))
+    return table, output

@@ -10,8 +10,6 @@ from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.models.encoder import BERT_NAMES, PostNormEncoder, encoder_config
 from workers.engine.models.head import load_dense
 
-PREFIX = "bert."
-
 
 def config(raw: Json) -> ModelConfig:
     return encoder_config(raw, require(raw, "max_position_embeddings", 512))

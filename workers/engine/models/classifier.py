@@ -44,6 +44,11 @@ def first_token(raw: Json) -> tuple[str, ...]:
     return ("cls",)
 
 
+def last_token(raw: Json) -> tuple[str, ...]:
+    """Return the pooling of a decoder's head: the last token."""
+    return ("last",)
+
+
 def score_head(raw: Json, config: ModelConfig, weights: Weights, labels: int) -> Sequence[Projection]:
     """Return the head of a decoder, which reads its last token."""
     return [load_dense(weights, "score", config.hidden_size, labels, bias=False)]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from workers.engine.layers.base import AttentionShape
-from workers.engine.layers.query_temperature import QueryTemperature
-from workers.engine.layers.rotary import RopeConfig
+from workers.engine.layers.rope_config import RopeConfig
 from workers.engine.messages.cache_groups import CacheRule, LayerCache
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.pooling_config import PoolingConfig
+
+if TYPE_CHECKING:  # the command line imports this module without torch
+    from workers.engine.layers.base import AttentionShape
+    from workers.engine.layers.query_temperature import QueryTemperature
 
 Json = Mapping[str, Any]
 
@@ -119,16 +121,23 @@ def shard_model(model: ModelConfig, size: int) -> ModelConfig:
 
     Raises ModelLoadError if the heads cannot be divided into `size` equal parts.
     """
-    kinds = dict.fromkeys((layer.heads, layer.kv_heads) for layer in model.layers)
+    check_ranks([(layer.heads, layer.kv_heads) for layer in model.layers], size)
+    return replace(model, layers=tuple(_shard_layer(layer, size) for layer in model.layers))
+
+
+def check_ranks(layers: Sequence[tuple[int, int]], size: int) -> None:
+    """Raise ModelLoadError unless `size` ranks can share layers with these numbers of heads and
+    key-value heads.
+    """
+    kinds = dict.fromkeys(layers)
     most = max(heads for heads, _ in kinds)
     fits = [ranks for ranks in range(1, most + 1) if all(_divides(ranks, *kind) for kind in kinds)]
     if size not in fits:
-        heads = " or ".join(f"{heads} attention heads and {kv_heads} key-value heads" for heads, kv_heads in kinds)
+        named = " or ".join(f"{heads} attention heads and {kv_heads} key-value heads" for heads, kv_heads in kinds)
         raise ModelLoadError(
-            f"{size} ranks cannot share the model's {heads} equally; tensor parallel sizes that fit:"
+            f"{size} ranks cannot share the model's {named} equally; tensor parallel sizes that fit:"
             f" {', '.join(map(str, fits))}"
         )
-    return replace(model, layers=tuple(_shard_layer(layer, size) for layer in model.layers))
 
 
 def _shard_layer(layer: AttentionShape, size: int) -> AttentionShape:
@@ -210,9 +219,7 @@ def sliding_window(raw: Json, default: int | None = None) -> int | None:
 
     Raises ModelLoadError.
     """
-    if raw.get("sliding_window", default) is None:
-        return None
-    return require(raw, "sliding_window", default)
+    return optional(raw, "sliding_window", default)
 
 
 def layer_kinds(raw: Json, default: Sequence[str], known: Sequence[str] = (SLIDING, FULL)) -> Sequence[str]:
@@ -221,6 +228,8 @@ def layer_kinds(raw: Json, default: Sequence[str], known: Sequence[str] = (SLIDI
     Raises ModelLoadError.
     """
     kinds, count = raw.get("layer_types") or default, require(raw, "num_hidden_layers")
+    if not isinstance(kinds, list):
+        raise ModelLoadError(f"config.json has no usable 'layer_types' (found {kinds!r}); it must be a list")
     if len(kinds) != count:
         raise ModelLoadError(f"config.json names layer_types for {len(kinds)} layers, but num_hidden_layers is {count}")
     for kind in kinds:
@@ -261,9 +270,20 @@ def require(raw: Json, name: str, default: int | None = None) -> int:
     Raises ModelLoadError if it is absent and the family has no default.
     """
     value = raw.get(name, default)
-    if not isinstance(value, int) or value < 1:
-        raise ModelLoadError(f"config.json has no usable {name!r} (found {value!r})")
+    if type(value) is not int or value < 1:
+        raise ModelLoadError(f"config.json has no usable {name!r} (found {value!r}); it must be a whole number above 0")
     return value
+
+
+def optional(raw: Json, name: str, default: int | None = None) -> int | None:
+    """Return an integer of config.json, or None for null. Raises ModelLoadError."""
+    return None if raw.get(name, default) is None else require(raw, name, default)
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Raise ModelLoadError unless the key-value heads divide the heads."""
+    if heads % kv_heads:
+        raise ModelLoadError(f"config.json has {heads} attention heads, which {kv_heads} key-value heads do not divide")
 
 
 def _divides(ranks: int, heads: int, kv_heads: int) -> bool:

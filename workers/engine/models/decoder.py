@@ -18,6 +18,7 @@ from workers.engine.layers.base import (
     LayerInputPart,
     MlpPart,
     Norm,
+    Projection,
     RowNorm,
 )
 from workers.engine.layers.heads import HeadRows, rotary_order, separate
@@ -26,9 +27,10 @@ from workers.engine.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm, RowRMS
 from workers.engine.layers.parallel import Shard
 from workers.engine.layers.rotary import NoRotation, Rotary
 from workers.engine.layers.weights import Weights
+from workers.engine.layers.xielu import XIELU
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel, load_tables
-from workers.engine.models.config import Json, ModelConfig, require, rope_config
+from workers.engine.models.config import Json, ModelConfig, check_heads, optional, require, rope_config
 from workers.engine.models.layer_inputs import LayerInputs, load_layer_input
 
 HeadPlaces = Callable[[int, int, int], list[HeadRows]]
@@ -90,10 +92,11 @@ class DecoderVariant:
     output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False  # of the output projection
-    head_norm: bool = False  # a norm over each query and key head before rotation
+    head_norm: bool = False  # a norm over each query and key head
     own_head_norms: bool = False  # a layer norm of each such head by its own weight
+    norm_after_rotation: bool = False  # of heads
     row_norm: bool = False  # a norm over all query heads together, and over all key heads
-    norm_offset: float = 0.0  # of RMS norms; see `RMSNorm`
+    norm_offset: float = 0.0  # see `RMSNorm`
     layer_norm: bool = False  # layer norms in place of RMS norms
     norm_bias: bool = True  # of layer norms
     gated: bool = True  # whether MLPs have gates
@@ -110,8 +113,6 @@ class DecoderVariant:
 
 
 class RotaryDecoder(DecoderModel):
-    prefix = "model."
-
     def __init__(self, config: ModelConfig, variant: DecoderVariant, weights: Weights, max_model_len: int) -> None:
         super().__init__(config, weights)
         names = variant.names
@@ -124,7 +125,7 @@ class RotaryDecoder(DecoderModel):
         self.layer_inputs = None if inputs is None else LayerInputs(weights, config, inputs.vocab_size, inputs.size)
         self.rotations = [_rotation(config, index, weights, max_model_len) for index in range(len(config.ropes))]
         layers = [_LayerLoader(config, variant, weights, index).load() for index in range(len(config.layers))]
-        self.stack = weights.ops.stack(layers, _load_norm(config, variant, weights, names.norm))
+        self.stack = weights.ops.stack(layers, _load_norm(config, variant, weights, names.norm, config.hidden_size))
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
         hidden = self.embedding.rows(input_ids)
@@ -146,10 +147,10 @@ def _rotation(config: ModelConfig, index: int, weights: Weights, max_model_len: 
     return Rotary(rope, head_dim, max_model_len, weights.dtype, weights.device)
 
 
-def _load_norm(config: ModelConfig, variant: DecoderVariant, weights: Weights, name: str) -> Norm:
+def _load_norm(config: ModelConfig, variant: DecoderVariant, weights: Weights, name: str, size: int) -> Norm:
     if variant.layer_norm:
-        return LayerNorm(weights, name, config.hidden_size, config.norm_eps, variant.norm_bias)
-    return RMSNorm(weights, name, config.hidden_size, config.norm_eps, variant.norm_offset)
+        return LayerNorm(weights, name, size, config.norm_eps, variant.norm_bias, variant.norm_offset)
+    return RMSNorm(weights, name, size, config.norm_eps, variant.norm_offset)
 
 
 class _LayerLoader:
@@ -201,6 +202,7 @@ class _LayerLoader:
             self._head_norm(names.query_norm, parallel.shard(shape.heads)),
             self._head_norm(names.key_norm, parallel.shard(shape.kv_heads, shape.kv_copies)) if keeps else None,
             self._config.rotation(self._index),
+            variant.norm_after_rotation,
             row_norm=self._row_norm(),
             value_norm=self._value_norm() if keeps else None,
         )
@@ -212,11 +214,19 @@ class _LayerLoader:
         return rotary_order(self._shape.head_dim, rope.rotated(self._shape.head_dim), self._variant.interleaved)
 
     def _head_norm(self, name: str, heads: Shard) -> HeadNorm | None:
-        variant, weights, eps = self._variant, self._weights, self._config.norm_eps
-        name, size = f"{self._name}.{name}", self._shape.head_dim
+        config, variant, weights, size = self._config, self._variant, self._weights, self._shape.head_dim
+        name, order = f"{self._name}.{name}", self._order()
         if variant.own_head_norms:
-            return HeadLayerNorm(weights, [name], heads, size, eps, self._order())
-        return RMSNorm(weights, name, size, eps, variant.norm_offset) if variant.head_norm else None
+            names = [name.format(head) for head in range(heads.total)] if "{}" in name else [name]
+            return HeadLayerNorm(weights, names, heads, size, config.norm_eps, order)
+        if not variant.head_norm:
+            return None
+        norm = _load_norm(config, variant, weights, name, size)
+        if order is not None:
+            order = order.to(norm.weight.device)
+            norm.weight = norm.weight[order]
+            norm.bias = None if norm.bias is None else norm.bias[order]
+        return norm
 
     def _row_norm(self) -> RowNorm | None:
         if not self._variant.row_norm:
@@ -236,8 +246,11 @@ class _LayerLoader:
         size = variant.mlp_sizes[self._index] if variant.mlp_sizes else config.intermediate_size
         hidden, bias, width = config.hidden_size, variant.mlp_bias, weights.parallel.part(size)
         gate, up, down = (f"{self._name}.{name}" for name in (names.gate, names.up, names.down))
+        first: Projection
         if variant.gated:
             first = load_gated(weights, gate, up, hidden, width, bias, config.activation)
+        elif config.activation == "xielu":
+            first = XIELU(load_fused(weights, [up], hidden, [width], bias), weights, f"{self._name}.mlp.act_fn")
         else:
             first = load_fused(weights, [up], hidden, [width], bias, activation=config.activation)
         return MlpPart(first, load_row_parallel(weights, down, width, hidden, bias))
@@ -245,7 +258,7 @@ class _LayerLoader:
     def _norm(self, name: str | None) -> Norm | None:
         if name is None:
             return None
-        return _load_norm(self._config, self._variant, self._weights, f"{self._name}.{name}")
+        return _load_norm(self._config, self._variant, self._weights, f"{self._name}.{name}", self._config.hidden_size)
 
 
 def decoder_config(
@@ -267,10 +280,12 @@ def decoder_config(
         require(raw, "num_hidden_layers"),
     )
     positions = require(raw, "max_position_embeddings", max_position_embeddings)
-    kv_heads = raw.get("num_key_value_heads", num_kv_heads) or heads
-    if heads % kv_heads:
-        raise ModelLoadError(f"config.json has {heads} attention heads, which {kv_heads} key-value heads do not divide")
-    dim = raw.get("head_dim") or head_dim or hidden // heads
+    kv_heads = optional(raw, "num_key_value_heads", num_kv_heads) or heads
+    check_heads(heads, kv_heads)
+    dim = optional(raw, "head_dim") or head_dim or hidden // heads
+    rope = rope_config(raw, positions)
+    if dim % 2 or rope.rotated(dim) % 2:
+        raise ModelLoadError(f"config.json has heads of {dim} numbers, {rope.rotated(dim)} rotated; both must be even")
     return ModelConfig(
         architecture=str(raw["architectures"][0]),
         vocab_size=require(raw, "vocab_size"),
@@ -284,5 +299,5 @@ def decoder_config(
             AttentionShape(heads, kv_heads, dim, dim**-0.5, AttentionPattern(window=window))
             for window in windows or (None,) * layers
         ),
-        ropes=(rope_config(raw, positions),),
+        ropes=(rope,),
     )

@@ -12,8 +12,6 @@ from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.models.encoder import EncoderNames, PostNormEncoder, encoder_config
 from workers.engine.models.head import load_dense
 
-PREFIX = "distilbert."
-
 _NAMES = EncoderNames(
     layers="*.transformer.layer",
     queries="attention.q_lin",

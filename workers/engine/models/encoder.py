@@ -64,7 +64,7 @@ class PostNormEncoder(EncoderModel):
         super().__init__(weights)
         hidden, rows = config.hidden_size, first_position + config.max_position_embeddings
         self.embedding = weights.ops.table(
-            weights.take("*.embeddings.word_embeddings.weight", (config.vocab_size, hidden))
+            weights.take_table("*.embeddings.word_embeddings.weight", config.vocab_size, hidden)
         )
         positions = weights.take("*.embeddings.position_embeddings.weight", (rows, hidden))
         self.position_embedding = positions[first_position:]

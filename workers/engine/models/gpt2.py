@@ -40,8 +40,6 @@ def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) 
 
 
 class GPT2(DecoderModel):
-    prefix = "transformer."
-
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         self.embedding, self.lm_head = load_tables(weights, config, "*.wte.weight")

@@ -26,8 +26,6 @@ from workers.engine.models.config import Json, ModelConfig, require, rope_config
 from workers.engine.models.encoder import bidirectional_config
 from workers.engine.models.head import load_dense, load_norm
 
-PREFIX = "model."
-
 _EVERYTHING, _NEIGHBORS = "full_attention", "sliding_attention"
 _THETAS = {_EVERYTHING: ("global_rope_theta", 160_000.0), _NEIGHBORS: ("local_rope_theta", 10_000.0)}
 
@@ -67,7 +65,7 @@ class ModernBert(EncoderModel):
         super().__init__(weights)
         kinds = _layer_kinds(raw, len(config.layers))
         self.embedding = weights.ops.table(
-            weights.take("*.embeddings.tok_embeddings.weight", (config.vocab_size, config.hidden_size))
+            weights.take_table("*.embeddings.tok_embeddings.weight", config.vocab_size, config.hidden_size)
         )
         self.norm = _norm(raw, config, weights, "*.embeddings.norm")
         ropes = [rope_config(_rope(raw, kind), config.max_position_embeddings) for kind in _THETAS]
@@ -88,7 +86,7 @@ def _layer(raw: Json, config: ModelConfig, weights: Weights, layer: int, rotatio
     width = weights.parallel.part(config.intermediate_size)
     halves = [width.within(part, 2) for part in range(2)]
     gated = [f"{name}.mlp.Wi.weight"] * 2, [f"{name}.mlp.Wi.bias"] * 2
-    biases = weights.take_rows(gated[1], halves, None) if mlp_bias else None
+    biases = weights.take_rows(gated[1], halves) if mlp_bias else None
     attention = AttentionPart(
         config.layers[layer],
         load_fused(weights, [f"{name}.attn.Wqkv"] * 3, hidden, [heads.within(part, 3) for part in range(3)], bias),

@@ -12,8 +12,6 @@ from workers.engine.layers.weights import Weights
 from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.models.encoder import BERT_NAMES, PostNormEncoder, encoder_config
 
-PREFIX = "mpnet."
-
 _FIRST_POSITION = 2  # regardless of config.json's padding
 _REACH = 128  # larger distances have the same bias
 _NAMES = replace(
@@ -35,8 +33,8 @@ def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) 
     encoder = PostNormEncoder(config, _NAMES, weights, _FIRST_POSITION)
     buckets = require(raw, "relative_attention_num_buckets", 32)
     table = weights.take("*.encoder.relative_attention_bias.weight", (buckets, config.layers[0].heads))
-    distances = torch.arange(-_REACH, _REACH + 1, device=weights.device)
-    encoder.position_bias = table[_bucket(distances, buckets)].t().float().contiguous()
+    rows = _bucket(torch.arange(-_REACH, _REACH + 1), buckets).to(weights.device)
+    encoder.position_bias = table[rows].t().float().contiguous()
     return encoder
 
 

@@ -36,9 +36,9 @@ from workers.engine.models.transformers_model import (
     Settings,
     read_settings,
     read_weights,
-    refusal,
     refused_as,
 )
+from workers.engine.models.transformers_source import refusal
 
 _TRIED_LENGTHS = (3, 4, 9, 12, 17)  # tokens of the texts checked at start, besides the longest and 3/4 of it
 _LONGEST_TRIED = 512

@@ -1,91 +1,108 @@
-"""List the supported architectures by their names in config.json's `architectures`."""
+"""List the supported architectures by their names in config.json's `architectures`.
+
+Families are imported as they are used, so the command line reads this list without torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from workers.engine.layers.base import Projection
-from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import (
-    bert,
-    cohere,
-    cohere2,
-    distilbert,
-    exaone4,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    gemma4_unified,
-    gpt2,
-    llama,
-    ministral,
-    ministral3,
-    mistral,
-    modernbert,
-    mpnet,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    roberta,
-    smollm3,
-    starcoder2,
-)
-from workers.engine.models.base import DecoderModel, EncoderModel
-from workers.engine.models.classifier import first_token, score_head
 from workers.engine.models.config import Json, ModelConfig
-from workers.engine.models.decoder import RotaryDecoder
 
-Build = Callable[[Json, ModelConfig, Weights, int], DecoderModel | EncoderModel]
-Head = Callable[[Json, ModelConfig, Weights, int], Sequence[Projection]]
+if TYPE_CHECKING:
+    from workers.engine.layers.base import Projection
+    from workers.engine.layers.weights import Weights
+    from workers.engine.models.base import DecoderModel, EncoderModel
+
+_FIRST = "classifier.first_token"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    config: Callable[[Json], ModelConfig]
-    build: Build
-    prefix: str  # of the bare model's tensor names in a full checkpoint
-    head: Head = score_head  # takes the number of labels
-    head_modes: Callable[[Json], tuple[str, ...]] = lambda _: ("last",)  # pooling of the head's input
+    """A module of this package with `config` and `build`, and how its checkpoints differ."""
+
+    module: str
+    prefix: str = "model."  # of the bare model's tensor names in a full checkpoint; layers write "*."
+    windowed: bool = False  # whether it reads `sliding_window` and, if there, `layer_types`
+    head_function: str = "classifier.score_head"  # takes the number of labels
+    head_modes_function: str = "classifier.last_token"  # pooling of the head's input
     transposed: bool = False  # whether a checkpoint stores its matrices as [in, out]
+
+    def config(self, raw: Json) -> ModelConfig:
+        config: ModelConfig = _imported(f"{self.module}.config")(raw)
+        return config
+
+    def build(
+        self, raw: Json, config: ModelConfig, weights: Weights, max_model_len: int
+    ) -> DecoderModel | EncoderModel:
+        model: DecoderModel | EncoderModel = _imported(f"{self.module}.build")(raw, config, weights, max_model_len)
+        return model
+
+    def head(self, raw: Json, config: ModelConfig, weights: Weights, labels: int) -> Sequence[Projection]:
+        head: Sequence[Projection] = _imported(self.head_function)(raw, config, weights, labels)
+        return head
+
+    def head_modes(self, raw: Json) -> tuple[str, ...]:
+        modes: tuple[str, ...] = _imported(self.head_modes_function)(raw)
+        return modes
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"{__package__}.{module}"), name)
 
 
 FAMILIES: dict[str, Family] = {
-    "GPT2LMHeadModel": Family(gpt2.config, gpt2.build, gpt2.GPT2.prefix, transposed=True),
-    "CohereForCausalLM": Family(cohere.config, cohere.build, RotaryDecoder.prefix),
-    "Cohere2ForCausalLM": Family(cohere2.config, cohere2.build, RotaryDecoder.prefix),
-    "Exaone4ForCausalLM": Family(exaone4.config, exaone4.build, RotaryDecoder.prefix),
-    "GemmaForCausalLM": Family(gemma.config, gemma.build, RotaryDecoder.prefix),
-    "Gemma2ForCausalLM": Family(gemma2.config, gemma2.build, RotaryDecoder.prefix),
-    "Gemma3ForCausalLM": Family(gemma3.config, gemma3.build, RotaryDecoder.prefix),
-    "Gemma4ForCausalLM": Family(gemma4.config, gemma4.build, RotaryDecoder.prefix),
-    "Gemma4UnifiedForCausalLM": Family(gemma4_unified.config, gemma4_unified.build, RotaryDecoder.prefix),
-    "LlamaForCausalLM": Family(llama.config, llama.build, RotaryDecoder.prefix),
-    "MinistralForCausalLM": Family(ministral.config, ministral.build, RotaryDecoder.prefix),
-    "Ministral3ForCausalLM": Family(ministral3.config, ministral3.build, RotaryDecoder.prefix),
-    "MistralForCausalLM": Family(mistral.config, mistral.build, RotaryDecoder.prefix),
-    "Olmo2ForCausalLM": Family(olmo2.config, olmo2.build, RotaryDecoder.prefix),
-    "Olmo3ForCausalLM": Family(olmo3.config, olmo3.build, RotaryDecoder.prefix),
-    "Phi3ForCausalLM": Family(phi3.config, phi3.build, RotaryDecoder.prefix),
-    "Qwen2ForCausalLM": Family(qwen2.config, qwen2.build, RotaryDecoder.prefix),
-    "Qwen3ForCausalLM": Family(qwen3.config, qwen3.build, RotaryDecoder.prefix),
-    "SmolLM3ForCausalLM": Family(smollm3.config, smollm3.build, RotaryDecoder.prefix),
-    "Starcoder2ForCausalLM": Family(starcoder2.config, starcoder2.build, RotaryDecoder.prefix),
+    "GPT2LMHeadModel": Family("gpt2", "transformer.", transposed=True),
+    "ApertusForCausalLM": Family("apertus"),
+    "ArceeForCausalLM": Family("arcee"),
+    "CohereForCausalLM": Family("cohere"),
+    "Cohere2ForCausalLM": Family("cohere2", windowed=True),
+    "Ernie4_5ForCausalLM": Family("ernie4_5"),
+    "Exaone4ForCausalLM": Family("exaone4", windowed=True),
+    "GemmaForCausalLM": Family("gemma"),
+    "Gemma2ForCausalLM": Family("gemma2", windowed=True),
+    "Gemma3ForCausalLM": Family("gemma3", windowed=True),
+    "Gemma4ForCausalLM": Family("gemma4", windowed=True),
+    "Gemma4UnifiedForCausalLM": Family("gemma4_unified", windowed=True),
+    "GlmForCausalLM": Family("glm"),
+    "Glm4ForCausalLM": Family("glm"),
+    "GPTNeoXForCausalLM": Family("gpt_neox", "gpt_neox."),
+    "GraniteForCausalLM": Family("granite"),
+    "HeliumForCausalLM": Family("helium"),
+    "HunYuanDenseV1ForCausalLM": Family("hunyuan"),
+    "HyperCLOVAXForCausalLM": Family("hyperclovax"),
+    "InternLM3ForCausalLM": Family("internlm3"),
+    "Jais2ForCausalLM": Family("jais2"),
+    "LlamaForCausalLM": Family("llama"),
+    "MinistralForCausalLM": Family("ministral", windowed=True),
+    "Ministral3ForCausalLM": Family("ministral3", windowed=True),
+    "MistralForCausalLM": Family("mistral", windowed=True),
+    "NemotronForCausalLM": Family("nemotron"),
+    "Olmo2ForCausalLM": Family("olmo2"),
+    "Olmo3ForCausalLM": Family("olmo3", windowed=True),
+    "PhiForCausalLM": Family("phi"),
+    "Phi3ForCausalLM": Family("phi3", windowed=True),
+    "Qwen2ForCausalLM": Family("qwen2", windowed=True),
+    "Qwen3ForCausalLM": Family("qwen3", windowed=True),
+    "SeedOssForCausalLM": Family("seed_oss"),
+    "SmolLM3ForCausalLM": Family("smollm3", windowed=True),
+    "StableLmForCausalLM": Family("stablelm"),
+    "Starcoder2ForCausalLM": Family("starcoder2", windowed=True),
 }
 
 ENCODERS: dict[str, Family] = {
-    "Bert": Family(bert.config, bert.build, bert.PREFIX, bert.head, first_token),
-    "DistilBert": Family(distilbert.config, distilbert.build, distilbert.PREFIX, distilbert.head, first_token),
-    "MPNet": Family(mpnet.config, mpnet.build, mpnet.PREFIX, roberta.head, first_token),
-    "ModernBert": Family(
-        modernbert.config, modernbert.build, modernbert.PREFIX, modernbert.head, modernbert.head_modes
-    ),
-    "Roberta": Family(roberta.config, roberta.build, roberta.PREFIX, roberta.head, first_token),
-    "XLMRoberta": Family(roberta.config, roberta.build, roberta.PREFIX, roberta.head, first_token),
+    "Bert": Family("bert", "bert.", head_function="bert.head", head_modes_function=_FIRST),
+    "DistilBert": Family("distilbert", "distilbert.", head_function="distilbert.head", head_modes_function=_FIRST),
+    "MPNet": Family("mpnet", "mpnet.", head_function="roberta.head", head_modes_function=_FIRST),
+    "ModernBert": Family("modernbert", head_function="modernbert.head", head_modes_function="modernbert.head_modes"),
+    "Roberta": Family("roberta", "roberta.", head_function="roberta.head", head_modes_function=_FIRST),
+    "XLMRoberta": Family("roberta", "roberta.", head_function="roberta.head", head_modes_function=_FIRST),
 }
 """Encoder families by the beginning of the architecture's name."""
 
@@ -101,7 +118,7 @@ def find_task(raw: Json, asked: str, has_modules: bool) -> str:
     `has_modules` means that sentence-transformers saved the folder. Raises ModelLoadError for a
     task that the architecture does not support.
     """
-    name = _architecture(raw)
+    name = architecture_of(raw)
     if asked == "auto":
         if name.endswith(_CLASSIFIER):
             return "classify"
@@ -119,7 +136,7 @@ def find_pooling_family(raw: Json, model_impl: str) -> Family | None:
 
     Raises ModelLoadError if neither is possible.
     """
-    name = _architecture(raw)
+    name = architecture_of(raw)
     if model_impl == "transformers":
         return None
     found = [FAMILIES[_stem(name) + ending] for ending in _GENERATORS if _stem(name) + ending in FAMILIES]
@@ -135,9 +152,8 @@ def pooling_code() -> list[str]:
 
 
 def _stem(name: str) -> str:
-    """Return an architecture's name without its head, and without the mark of a text model."""
-    stem = next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
-    return stem.removesuffix("Text")
+    """Return an architecture's name without its head."""
+    return next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
 
 
 def find_family(raw: Json, model_impl: str) -> Family | None:
@@ -145,7 +161,7 @@ def find_family(raw: Json, model_impl: str) -> Family | None:
 
     Raises ModelLoadError if neither is possible.
     """
-    name = _architecture(raw)
+    name = architecture_of(raw)
     if model_impl == "transformers":
         return None
     if model_impl == "own" and name not in FAMILIES:
@@ -160,10 +176,28 @@ def _no_own_code(name: str, known: Iterable[str]) -> ModelLoadError:
     )
 
 
-def _architecture(raw: Json) -> str:
+def architecture_of(raw: Json) -> str:
+    """Return the name in config.json. Raise ModelLoadError if there is none."""
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise ModelLoadError(
             f"config.json names no architecture; the engine has its own code for {', '.join(FAMILIES)}"
         )
     return str(names[0])
+
+
+@contextmanager
+def naming_own_code(raw: Json, known: Iterable[str]) -> Iterator[None]:
+    """Add the architectures with code in the engine to a refusal of transformers' class.
+
+    `known`: beginnings of the architectures' names.
+    """
+    name = architecture_of(raw)
+    try:
+        yield
+    except ModelLoadError as error:
+        if name.startswith(tuple(known)):
+            raise
+        raise ModelLoadError(
+            f"the engine has no code of its own for {name}, and {error}; it has for {', '.join(known)}"
+        ) from error

@@ -11,8 +11,6 @@ from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.models.encoder import BERT_NAMES, PostNormEncoder, encoder_config
 from workers.engine.models.head import load_dense
 
-PREFIX = "roberta."
-
 
 def first_position(raw: Json) -> int:
     """Return the row of a text's first token in the table of positions. Raise ModelLoadError."""

@@ -31,12 +31,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
 from workers.engine.layers.base import AttentionContext, AttentionPattern, AttentionShape
 from workers.engine.layers.int8_ops import Int8Ops
-from workers.engine.layers.rotary import RopeConfig
+from workers.engine.layers.rope_config import RopeConfig
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig
 from workers.engine.models.transformers_attention import PAGED, WATCHED, LayerCall
+from workers.engine.models.transformers_source import CLOSED, REMOTE_CODE, STATEFUL, refusal, unknown_class
 
 logger = logging.getLogger(__name__)
 
@@ -119,28 +120,24 @@ def read_settings(folder: Path, raw: Json) -> Settings:
     """Return a folder's configuration as read by transformers. Raises ModelLoadError."""
     name = str(raw["architectures"][0])
     if raw.get("auto_map") and raw.get("model_type") not in CONFIG_MAPPING_NAMES:
-        raise refusal(name, "it needs the code in its own repository, which is never run; choose a model without it")
+        raise refusal(name, REMOTE_CODE)
     with refused_as(f"transformers {transformers.__version__} cannot read {folder}/config.json"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def _decoder_class(name: str, settings: Settings) -> Pretrained:
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise refusal(name, f"transformers {transformers.__version__} has no causal language model of that name")
+        raise refusal(name, unknown_class())
     found = getattr(transformers, name)
     if getattr(settings, "is_encoder_decoder", False):
         raise refusal(name, "it has an encoder")
     if settings.get_text_config() is not settings:
         raise refusal(name, "it takes more than text")
     if found._is_stateful:
-        raise refusal(name, "it keeps a state beside its keys and values")
+        raise refusal(name, STATEFUL)
     if not found._supports_attention_backend:
-        raise refusal(name, "transformers' class does not take attention functions from outside")
+        raise refusal(name, CLOSED)
     return found
-
-
-def refusal(name: str, why: str) -> ModelLoadError:
-    return ModelLoadError(f"transformers' {name} cannot run on this engine: {why}")
 
 
 @contextmanager

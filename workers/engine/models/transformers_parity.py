@@ -28,9 +28,9 @@ from workers.engine.models.transformers_model import (
     TransformersClass,
     TransformersModel,
     read_weights,
-    refusal,
     refused_as,
 )
+from workers.engine.models.transformers_source import refusal
 
 logger = logging.getLogger(__name__)
 

@@ -83,21 +83,30 @@ def head_rotation(cos: Tensor, sin: Tensor) -> HeadRotation:
 
 
 class PreparedStep:
-    """A step in the kernels' form, for layers of one pattern and bias."""
+    """A step in the kernels' form, for layers of one attention, pattern and bias."""
 
-    __slots__ = ("_held", "bias", "pointer", "step", "strides")
+    __slots__ = ("_held", "_others", "bias", "pointer", "step", "strides")
 
     def __init__(self, step: _Step, bias: Tensor | None, held: tuple[object, ...]) -> None:
         self.step, self.bias, self.pointer = step, bias, ctypes.addressof(step)
         self._held = held  # objects that the step points to
         self.strides: tuple[tuple[int, ...], ...] = ()
+        self._others: dict[tuple[tuple[int, ...], ...], PreparedStep] = {}
 
-    def set_strides(self, *strides: tuple[int, ...]) -> None:
-        """Set the strides of queries, keys and values."""
-        if strides != self.strides:
-            assert all(of[2] == 1 for of in strides)
-            self.step.query_stride[:], self.step.key_stride[:], self.step.value_stride[:] = (of[:2] for of in strides)
-            self.strides = strides
+    def with_strides(self, *strides: tuple[int, ...]) -> PreparedStep:
+        """Return this step for queries, keys and values of these strides."""
+        if not self.strides:
+            self._set_strides(strides)
+        if strides == self.strides:
+            return self
+        if strides not in self._others:
+            self._others[strides] = PreparedStep(_Step.from_buffer_copy(self.step), self.bias, self._held)
+        return self._others[strides].with_strides(*strides)
+
+    def _set_strides(self, strides: tuple[tuple[int, ...], ...]) -> None:
+        assert all(of[2] == 1 for of in strides)
+        self.step.query_stride[:], self.step.key_stride[:], self.step.value_stride[:] = (of[:2] for of in strides)
+        self.strides = strides
 
 
 class CpuAttention:
@@ -153,14 +162,15 @@ class CpuAttention:
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
         if qkv.shape[1] == self._heads:
             k = v = None
-        norms = [head_norm(norm, rotary.norm_after_rotation) for norm in (rotary.query_norm, rotary.key_norm)]
+        norms = [
+            None if norm is None else head_norm(norm, rotary.norm_after_rotation)
+            for norm in (rotary.query_norm, rotary.key_norm)
+        ]
         return self._attend_rows(prepared, rotation, q, k, v, layer_cache, shape, sinks, norms)
 
     def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
         """Prepare a step whose queries, keys and values are side by side in rows of `width`."""
-        prepared = self._prepared(metadata, pattern, bias)
-        prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
-        return prepared
+        return self._prepared(metadata, pattern, bias).with_strides(*((width, self._shape.head_dim, 1),) * 3)
 
     def _attend_rows(
         self,
@@ -176,7 +186,7 @@ class CpuAttention:
     ) -> Tensor:
         """Attend; `norms`: of the queries and the keys."""
         stored = (q if k is None else k), (q if v is None else v)
-        prepared.set_strides(q.stride(), *(x.stride() for x in stored))
+        prepared = prepared.with_strides(q.stride(), *(x.stride() for x in stored))
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(
             prepared.pointer,

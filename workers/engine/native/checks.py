@@ -45,7 +45,8 @@ def attention_matches_torch(dtype: torch.dtype) -> bool:
     Raises NativeUnavailable.
     """
     caches = list(_TOLERANCE) if dtype == torch.float32 else [dtype]
-    right = all(_attends_as_torch(dtype, cache, group) for cache in caches for group in (1, 3))
+    kinds = [(1, False), (3, False), (3, True)]
+    right = all(_attends_as_torch(dtype, cache, *kind) for cache in caches for kind in kinds)
     if not right:
         logger.warning(
             "CPU kernels: attention in %s differs from torch's here; torch's is used, which may be slower", _name(dtype)
@@ -71,8 +72,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _attends_as_torch(dtype: torch.dtype, cache_dtype: torch.dtype, group: int) -> bool:
-    """Compare all parts except the first, with `group` query heads per key head."""
+def _attends_as_torch(dtype: torch.dtype, cache_dtype: torch.dtype, group: int, limited: bool) -> bool:
+    """Compare all parts except the first, with `group` query heads per key head; if `limited`, with
+    a soft cap and sinks.
+    """
     generator, heads = torch.Generator().manual_seed(0), _KV_HEADS * group
     positions, skipped = torch.arange(_PARTS[0], _PARTS[-1]), _PARTS[1] - _PARTS[0]
     sizes = (len(positions), heads + 2 * _KV_HEADS, _HEAD_DIM), (_HEAD_DIM,)
@@ -80,23 +83,32 @@ def _attends_as_torch(dtype: torch.dtype, cache_dtype: torch.dtype, group: int) 
     angles = positions[:, None, None] * torch.logspace(0, -3, _HEAD_DIM // 2)
     cos, sin = torch.cat((angles, angles), -1).cos().to(dtype), torch.cat((-angles, angles), -1).sin().to(dtype)
     norm = RMSNorm(Weights({"norm.weight": lambda: weight}, dtype, _CPU), "norm", _HEAD_DIM, _EPS)
-    got = _attended(qkv, RotaryHeads(cos, sin, norm, norm), heads, cache_dtype)[skipped:]
+    cap, sinks = (2.0, torch.linspace(-1, 3, heads)) if limited else (None, None)
+    shape = AttentionShape(heads, _KV_HEADS, _HEAD_DIM, _SCALE, _PATTERN, soft_cap=cap)
+    got = _attended(qkv, RotaryHeads(cos, sin, norm, norm), shape, sinks, cache_dtype)[skipped:]
 
     normed = F.rms_norm(qkv.float(), (_HEAD_DIM,), weight.float(), _EPS)
     q, k = rotate(normed, cos.float(), sin.float()).tensor_split([heads], 1)
     parts = (q[skipped:], dtype), (k[:, :_KV_HEADS], cache_dtype), (qkv[:, -_KV_HEADS:], cache_dtype)
-    q, k, v = (part.to(rounded).float().transpose(0, 1)[None] for part, rounded in parts)
+    q, k, v = (part.to(rounded).float() for part, rounded in parts)
+    k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * _SCALE
+    scores = scores if cap is None else cap * (scores / cap).tanh()
     ahead = positions - positions[skipped:, None]
-    seen = (ahead <= 0) & (ahead > -skipped)
-    expected = F.scaled_dot_product_attention(q, k, v, seen, scale=_SCALE, enable_gqa=True)[0].transpose(0, 1)
+    scores = scores.masked_fill((ahead > 0) | (ahead <= -skipped), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), -1)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
     return _is_close(got, expected, cache_dtype)
 
 
-def _attended(qkv: Tensor, rotary: RotaryHeads, heads: int, cache_dtype: torch.dtype) -> Tensor:
+def _attended(
+    qkv: Tensor, rotary: RotaryHeads, shape: AttentionShape, sinks: Tensor | None, cache_dtype: torch.dtype
+) -> Tensor:
     """Return the attention of the parts, for a row whose blocks are not in order."""
     blocks = -(-_PARTS[-1] // _BLOCK)
-    attention = CpuAttention(CacheShape(blocks + 1, _BLOCK, _KV_HEADS, _HEAD_DIM, cache_dtype), heads, qkv.dtype)
-    shape = AttentionShape(heads, _KV_HEADS, _HEAD_DIM, _SCALE, _PATTERN)
+    cache_shape = CacheShape(blocks + 1, _BLOCK, _KV_HEADS, _HEAD_DIM, cache_dtype)
+    attention = CpuAttention(cache_shape, shape.heads, qkv.dtype)
     (cache,), table = attention.new_cache(1), np.arange(blocks, 0, -1, dtype=np.int32)[None]
     results = []
     for first, end in pairwise(_PARTS):
@@ -104,7 +116,7 @@ def _attended(qkv: Tensor, rotary: RotaryHeads, heads: int, cache_dtype: torch.d
         slots = torch.from_numpy(table[0, positions // _BLOCK].astype(np.int64) * _BLOCK + positions % _BLOCK)
         step = AttentionMetadata(slots, np.array([0, end - first], np.int32), np.array([end], np.int32), table)
         turned = replace(rotary, cos=rotary.cos[now], sin=rotary.sin[now])
-        results.append(attention.forward_rotary(qkv[now], turned, cache, step, shape))
+        results.append(attention.forward_rotary(qkv[now], turned, cache, step, shape, sinks))
     return torch.cat(results)
 
 

@@ -81,6 +81,12 @@ def populate(tensor: Tensor) -> bool:
     return bool(_libc().madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) == 0)
 
 
+def release_freed() -> None:
+    """Return freed memory to the system; else the C library keeps gaps between blocks in use."""
+    with contextlib.suppress(AttributeError):  # another library than glibc
+        _libc().malloc_trim(0)
+
+
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)

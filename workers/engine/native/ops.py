@@ -11,6 +11,7 @@ from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Ta
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.quantized import Weight
 from workers.engine.layers.stack import LayerStack
+from workers.engine.layers.stored_matrix import StoredMatrix, form_of
 from workers.engine.native.checks import norms_match_torch
 from workers.engine.native.norms import native_norm
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack, multiplies_integers
@@ -23,12 +24,12 @@ class NativeOps(TorchOps):
     Torch computes products in dtypes without kernels, and norms if the kernels' results differ.
     """
 
-    def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
+    def linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str | None = None) -> Projection:
         if _can_pack(weight, activation):
             return PackedMatrix(weight, bias, activation)
         return super().linear(weight, bias, activation)
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
+    def gated_linear(self, weight: Weight | StoredMatrix, bias: Tensor | None, activation: str) -> Projection:
         if _can_pack(weight, activation):
             return PackedMatrix(weight, bias, activation, gated=True)
         return super().gated_linear(weight, bias, activation)
@@ -36,7 +37,7 @@ class NativeOps(TorchOps):
     def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
         return bits is not None and multiplies_integers(bits, dtype)
 
-    def table(self, weight: Weight) -> Table:
+    def table(self, weight: Weight | StoredMatrix) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)
 
     def stack(self, layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool = False) -> Stack:
@@ -59,7 +60,7 @@ class NativeOps(TorchOps):
 class PackedTable:
     """An embedding table and output projection with one packed copy of the weight."""
 
-    def __init__(self, weight: Weight) -> None:
+    def __init__(self, weight: Weight | StoredMatrix) -> None:
         self._matrix = PackedMatrix(weight, to_float=True)
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -69,5 +70,5 @@ class PackedTable:
         return self._matrix(hidden)
 
 
-def _can_pack(weight: Weight, activation: str | None = None) -> bool:
-    return can_pack(weight) and (activation is None or activation in ACTIVATIONS)
+def _can_pack(weight: Weight | StoredMatrix, activation: str | None = None) -> bool:
+    return can_pack(form_of(weight)) and (activation is None or activation in ACTIVATIONS)

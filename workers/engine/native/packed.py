@@ -8,15 +8,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engine.layers.quantized import GROUP_MULTIPLES, QuantizedWeight, Weight, quantize
+from workers.engine.layers.quantized import GROUP_MULTIPLES, QuantizedWeight, Weight, quantize, stack_rows
+from workers.engine.layers.stored_matrix import StoredMatrix, form_of, rows_of, slices
 from workers.engine.native.library import load
-from workers.engine.native.memory import huge_zeros
+from workers.engine.native.memory import huge_zeros, release_freed
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +29,13 @@ _INTEGERS = {8: torch.int8, 4: torch.uint8}
 # Rows of integers are padded to a multiple of this many numbers
 _AT_ONCE = {dtype: GROUP_MULTIPLES[bits] for bits, dtype in _INTEGERS.items()}
 _QUAD_BLOCK = 128  # numbers of a row per scale if integers are multiplied in quads (matmul_quads.h)
+_IN_NEITHER = 3  # `find_misfits` of numbers that neither bf16 nor float16 holds exactly
 _NAMES = {torch.int8: "int8", torch.uint8: "int4"}
+_LARGE = 1 << 20  # bytes
 _MANY = 101  # rows; on every processor too many for the kernels of few rows (matmul.c)
-ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
+# With the numbers of activation.h
+ACTIVATIONS = dict.fromkeys(("silu", "swish"), 1) | dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), 2)
+ACTIVATIONS |= {"gelu": 3, "relu": 4, "relu2": 5, "quick_gelu": 6}
 
 
 class _Matrix(ctypes.Structure):
@@ -94,27 +100,24 @@ class PackedMatrix:
 
     def __init__(
         self,
-        weight: Weight,
+        weight: Weight | StoredMatrix,
         bias: Tensor | None = None,
         activation: str | None = None,
         gated: bool = False,
         to_float: bool = False,
     ) -> None:
-        n, self._size_in = weight.shape
-        self.dtype, floats = weight.dtype, weight.dtype == torch.float32
-        self.columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else weight.dtype
+        form = form_of(weight)
+        n, self._size_in = form.shape
+        self.dtype, floats = form.dtype, form.dtype == torch.float32
+        self.columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else form.dtype
         self._scales: Tensor | None = None
         self._zeros: Tensor | None = None
         group = self._size_in
-        if isinstance(weight, QuantizedWeight):
-            self._panels, self._scales = _pack(weight.values, gated), _pack(weight.scales, gated)
-            self._zeros = (
-                None if weight.zeros is None else _pack(weight.zeros.float(), gated, kept=False).to(torch.uint8)
-            )
-            group = min(group, weight.group_size)
+        if isinstance(form, QuantizedWeight):
+            self._panels, self._scales, self._zeros = _pack_quantized(weight, gated)
+            group = min(group, form.group_size)
         else:
-            weight = weight.contiguous()
-            self._panels = _pack(weight.to(_stored_dtype(weight)), gated)
+            self._panels = _pack_plain(weight, gated)
         self._bias = None if bias is None else _pack(bias.float()[:, None], gated)
         number = ACTIVATIONS[activation] if activation else 0
         parts = (self._panels, self._scales, self._zeros, self._bias)
@@ -127,6 +130,8 @@ class PackedMatrix:
         )
         self.pointer = ctypes.addressof(self._matrix)
         self._multiply = _functions().packed_matmul
+        if self._panels.nbytes >= _LARGE:
+            release_freed()
 
     @property
     def stored(self) -> torch.dtype:
@@ -174,24 +179,93 @@ def _rounded(x: Tensor, largest: int) -> Tensor:
     return (x.float() * steps).round().double() * most.double() / largest
 
 
-def _stored_dtype(weight: Tensor) -> torch.dtype:
-    """Return the smallest dtype that holds each number of a contiguous weight exactly."""
-    if weight.dtype != torch.float32:
-        return weight.dtype
-    return _STORED[_functions().narrowest(weight.data_ptr(), weight.numel(), torch.get_num_threads())]
+def _stored_dtype(weight: Tensor | StoredMatrix) -> torch.dtype:
+    """Return the smallest dtype that holds each number of a plain weight exactly."""
+    dtype = form_of(weight).dtype
+    if dtype != torch.float32:
+        return dtype
+    if isinstance(weight, StoredMatrix) and weight.exact == torch.bfloat16:
+        return weight.exact
+    misfits = 0
+    for where in slices(slice(0, weight.shape[0]), weight.shape[1]):
+        rows = _plain_rows(weight, where)
+        misfits |= _functions().find_misfits(rows.data_ptr(), rows.numel(), torch.get_num_threads())
+        if misfits == _IN_NEITHER:
+            break
+    return torch.bfloat16 if not misfits & 1 else torch.float16 if not misfits & 2 else torch.float32
 
 
-def _pack(weight: Tensor, gated: bool, kept: bool = True) -> Tensor:
-    """Return the panels of a matrix [n, k] in its stored dtype; if `kept`, in huge pages."""
-    n, k = weight.shape
-    count = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)
-    at_once = _AT_ONCE.get(weight.dtype, 1)
-    depth = -(-k // at_once) * at_once // (2 if weight.dtype == torch.uint8 else 1)
-    panels = (huge_zeros if kept else torch.zeros)((count, depth, PANEL), dtype=weight.dtype)
-    weight = weight.contiguous()
-    stored, threads = _STORED.index(weight.dtype), torch.get_num_threads()
-    _functions().pack_rows(weight.data_ptr(), n, k, stored, gated, panels.data_ptr(), threads)
+def _plain_rows(weight: Weight | StoredMatrix, where: slice) -> Tensor:
+    rows = rows_of(weight, where)
+    assert isinstance(rows, Tensor)
+    return rows.contiguous()
+
+
+def _pack_plain(weight: Weight | StoredMatrix, gated: bool) -> Tensor:
+    """Return the panels of a plain matrix."""
+    assert not isinstance(weight, QuantizedWeight)
+    stored = _stored_dtype(weight)
+    panels = _new_panels(weight.shape, stored, gated)
+    for where, rows in _parts_to_pack(weight.shape, gated):
+        parts = [_plain_rows(weight, part) for part in rows]
+        _fill(panels, where, torch.cat(parts).to(stored) if gated else parts[0].to(stored), gated)
     return panels
+
+
+def _pack_quantized(weight: Weight | StoredMatrix, gated: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the panels of a quantized matrix's values, scales and zero points."""
+    form = form_of(weight)
+    assert isinstance(form, QuantizedWeight)
+    lines = (form.shape[0], form.scales.shape[1])
+    panels = _new_panels(form.shape, form.values.dtype, gated)
+    scales = _new_panels(lines, torch.float32, gated)
+    zeros = None if form.zeros is None else _new_panels(lines, torch.float32, gated, kept=False)
+    for where, rows in _parts_to_pack(form.shape, gated):
+        part = _quantized_rows(weight, rows)
+        _fill(panels, where, part.values, gated)
+        _fill(scales, where, part.scales, gated)
+        if zeros is not None and part.zeros is not None:
+            _fill(zeros, where, part.zeros.float(), gated)
+    return panels, scales, None if zeros is None else zeros.to(torch.uint8)
+
+
+def _quantized_rows(weight: Weight | StoredMatrix, parts: Sequence[slice]) -> QuantizedWeight:
+    found = [rows for part in parts if isinstance(rows := rows_of(weight, part), QuantizedWeight)]
+    stacked = found[0] if len(found) == 1 else stack_rows(found)
+    assert stacked is not None
+    return stacked
+
+
+def _parts_to_pack(shape: Sequence[int], gated: bool) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield consecutive panels of a matrix [n, k] with the slices of rows that they hold."""
+    n, k = shape
+    half, per_panel = n // 2, PANEL // 2 if gated else PANEL
+    for part in slices(slice(0, half if gated else n), 2 * k if gated else k, per_panel):
+        panels = slice(part.start // per_panel, -(-part.stop // per_panel))
+        yield panels, [part, slice(half + part.start, half + part.stop)] if gated else [part]
+
+
+def _pack(weight: Tensor, gated: bool) -> Tensor:
+    """Return the panels of a small matrix [n, k]."""
+    panels = _new_panels(weight.shape, weight.dtype, gated)
+    _fill(panels, slice(0, len(panels)), weight, gated)
+    return panels
+
+
+def _new_panels(shape: Sequence[int], dtype: torch.dtype, gated: bool, kept: bool = True) -> Tensor:
+    """Return zeroed panels for a matrix [n, k] in its stored dtype; if `kept`, in huge pages."""
+    n, k = shape
+    count = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)
+    at_once = _AT_ONCE.get(dtype, 1)
+    depth = -(-k // at_once) * at_once // (2 if dtype == torch.uint8 else 1)
+    return (huge_zeros if kept else torch.zeros)((count, depth, PANEL), dtype=dtype)
+
+
+def _fill(panels: Tensor, where: slice, rows: Tensor, gated: bool) -> None:
+    """Write the rows of some panels; if `gated`, the first half of them are gates."""
+    rows = rows.contiguous()
+    stored, threads = _STORED.index(rows.dtype), torch.get_num_threads()
+    _functions().pack_rows(rows.data_ptr(), *rows.shape, stored, gated, panels[where].data_ptr(), threads)
 
 
 @functools.cache
@@ -263,7 +337,7 @@ def _example(plain: Tensor) -> QuantizedWeight:
 @functools.cache
 def _functions() -> ctypes.CDLL:
     library, pointer, size = load(), ctypes.c_void_p, ctypes.c_ssize_t
-    library.narrowest.argtypes = (pointer, size, size)
+    library.find_misfits.argtypes = (pointer, size, size)
     library.pack_rows.argtypes = (pointer, size, size, ctypes.c_int, ctypes.c_int, pointer, size)
     library.packed_matmul.argtypes = (pointer, pointer, size, pointer, size)
     library.packed_lookup.argtypes = (pointer, pointer, size, pointer, size)

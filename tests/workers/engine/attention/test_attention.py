@@ -159,9 +159,13 @@ def test_whole_texts_seen_to_both_sides(
 
 
 @pytest.mark.parametrize("dirt", [1e30, float("inf"), float("nan")])
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    "pattern",
+    [AttentionPattern(), AttentionPattern(window=6), AttentionPattern(chunk=6)],
+    ids=["all", "window", "chunk"],
+)
 @backends
-def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | None, backend: str) -> None:
+def test_what_an_earlier_request_left_does_no_harm(dirt: float, pattern: AttentionPattern, backend: str) -> None:
     """In a block past a row's end, or in a free one: wrong numbers of one request must not
     reach others.
     """
@@ -170,7 +174,7 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
     attention = find_backend(backend).attention(
         CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu")
     )
-    outs, shape = [], AttentionShape(1, 1, DIM, SCALE, AttentionPattern(window=window))
+    outs, shape = [], AttentionShape(1, 1, DIM, SCALE, pattern)
     for content in (0.0, dirt):
         cache = attention.new_cache(1)[0]
         cache.fill_(content)

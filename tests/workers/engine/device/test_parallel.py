@@ -49,6 +49,9 @@ SHARED = {
         | SMALL
         | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
+    "gpt-neox-fused-heads": TinyModel(3, 0.3, "GPTNeoXConfig", MODELS["gpt-neox"].settings | SMALL),
+    "glm4-fused-gates": TinyModel(1, 0.22, "Glm4Config", MODELS["glm4"].settings | SMALL),
+    "stablelm-own-head-norms": TinyModel(1, 0.22, "StableLmConfig", MODELS["stablelm-head-norms"].settings | SMALL),
 }
 NUM_BLOCKS = 14
 TOLERANCE = 1e-4

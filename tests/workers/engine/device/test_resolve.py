@@ -10,9 +10,9 @@ from tests.workers.engine.driving import resolved
 from tests.workers.engine.models.tiny_pooling_models import pooling_folder
 from tests.workers.engine.native.available import missing_native, needs_native
 from tests.workers.engine.places import Place, on_gpu
+from workers.engine.checkpoint import dtypes
 from workers.engine.checkpoint.dtypes import cpu_dtype
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
-from workers.engine.device import loader
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
@@ -59,11 +59,11 @@ def test_a_cache_is_as_exact_as_the_checkpoint_or_as_was_asked_for() -> None:
 def test_the_dtype_is_the_fastest_that_is_as_precise_as_the_checkpoint(
     fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(dtypes, "_fast_bfloat16", lambda: fast)
     model = open_checkpoint(resolved("llama", device="cpu").model).config
 
     def chosen(stored: str | None) -> torch.dtype:
-        return loader.resolve_dtype("auto", replace(model, dtype=stored), torch.device("cpu"))
+        return dtypes.resolve_dtype("auto", replace(model, dtype=stored), torch.device("cpu"))
 
     assert chosen("bfloat16") == (torch.bfloat16 if fast else torch.float32)
     assert [chosen(stored) for stored in ("float16", "float32", None)] == [torch.float32] * 3
@@ -73,7 +73,7 @@ def test_the_dtype_is_the_fastest_that_is_as_precise_as_the_checkpoint(
 def test_a_dtype_that_is_slow_on_the_processor_is_warned_of(
     fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loader, "_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(dtypes, "_fast_bfloat16", lambda: fast)
     for dtype in ("auto", "float32", *(["bfloat16"] if fast else [])):
         resolved("llama", device="cpu", dtype=dtype)
     assert not caplog.records

@@ -21,6 +21,8 @@ from tests.workers.engine.places import needs_interpreter
 from workers.engine.backends.registry import find_backend
 from workers.engine.device.step_runner import StepRunner
 from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
+from workers.engine.layers.norm import RMSNorm
+from workers.engine.layers.weights import Weights
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
 
@@ -141,10 +143,16 @@ class Requests:
         ]
 
 
+def norm_of(head_dim: int) -> RMSNorm:
+    weights = Weights({"norm.weight": lambda: torch.linspace(0.5, 2, head_dim)}, torch.float32, CPU)
+    return RMSNorm(weights, "norm", head_dim, 1e-6)
+
+
 @backends
 def test_layers_of_several_shapes_share_pages(backend: str) -> None:
-    """Prompts in chunks beside rows of one token, until windows have left most blocks; every second
-    step comes with rotations, by an angle of 0.
+    """Prompts in chunks beside rows of one token, until windows have left most blocks.
+
+    Every second step comes with rotations, by an angle of 0, and norms of queries without keys.
     """
     runner = make_runner(backend)
     requests = Requests(runner, 5)
@@ -156,8 +164,10 @@ def test_layers_of_several_shapes_share_pages(backend: str) -> None:
             q = torch.randn(tokens, shape.heads, shape.head_dim)
             stored = requests.new(layer, counts) if shape.reads is None else []
             if number % 2:
-                still = RotaryHeads(torch.ones(tokens, 1, shape.head_dim), torch.zeros(tokens, 1, shape.head_dim))
-                out = attend.rotary(layer, torch.cat([q, *stored], 1), still)
+                cos, sin = torch.ones(tokens, 1, shape.head_dim), torch.zeros(tokens, 1, shape.head_dim)
+                norm = None if stored else norm_of(shape.head_dim)
+                out = attend.rotary(layer, torch.cat([q, *stored], 1), RotaryHeads(cos, sin, norm))
+                q = q if norm is None else norm(q)
             else:
                 out = attend(layer, q, *(stored or (None, None)))
             torch.testing.assert_close(

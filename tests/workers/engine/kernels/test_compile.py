@@ -188,8 +188,8 @@ def test_odd_shapes_compile(
 )
 @pytest.mark.parametrize("capability", [80, 90])
 def test_caps_sinks_and_chunks_compile(dim: int, group: int, chunk: int, limited: bool, capability: int) -> None:
-    """The heads of Gemma 2, gpt-oss and Llama 4."""
-    reaches = (chunk - 1, 0)
+    """For heads as in Gemma 2, gpt-oss and Llama 4; sm_80 spills as much without them."""
+    reaches, spilled = (chunk - 1, 0), 0 if capability == 90 else 64
     variants = [
         attend(
             kind,
@@ -203,4 +203,4 @@ def test_caps_sinks_and_chunks_compile(dim: int, group: int, chunk: int, limited
         )
         for kind in ("decode", "prefill")
     ]
-    check([*variants, plan(1024, 128 // group, reaches, chunk), combine(dim, group, limited)], 0, capability)
+    check([*variants, plan(1024, 128 // group, reaches, chunk), combine(dim, group, limited)], spilled, capability)

@@ -12,7 +12,8 @@ from tests.workers.engine.kernels.devices import DEVICE
 from tests.workers.engine.layers.head_norms import KINDS, head_norms
 from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.layers.base import RotaryHeads
-from workers.engine.layers.rotary import RopeConfig, Rotary, prepare
+from workers.engine.layers.rope_config import RopeConfig
+from workers.engine.layers.rotary import Rotary, prepare
 
 POISON = 12345.0
 

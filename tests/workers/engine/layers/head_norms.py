@@ -30,7 +30,7 @@ def head_norms(
     if kind == "by head":
         counts = dict(zip("qk", (heads, kv_heads), strict=True))
         weights = Weights({f"{name}.weight": reader(count, dim) for name, count in counts.items()}, dtype, device)
-        return [HeadLayerNorm(weights, [name], Shard(0, count, count), dim, 1e-6) for name, count in counts.items()]
+        return [HeadLayerNorm(weights, name, Shard(0, count, count), dim, 1e-6) for name, count in counts.items()]
     weights = Weights({f"{name}.{part}": reader(dim) for name in "qk" for part in ("weight", "bias")}, dtype, device)
     if kind == "layer":
         return [LayerNorm(weights, name, dim, 1e-6) for name in "qk"]

@@ -45,7 +45,7 @@ def test_a_rank_norms_its_heads_by_their_own_weights() -> None:
     table, order, x = torch.rand(4, 6), torch.tensor([0, 2, 4, 1, 3, 5]), torch.randn(5, 2, 6)
     tensors = {"n.weight": lambda: table} | {f"n.{head}.weight": lambda head=head: table[head] for head in range(4)}  # type: ignore[misc]
     expected = F.layer_norm(x, (6,), eps=1e-6) * table[2:]
-    for names in (["n"], [f"n.{head}" for head in range(4)]):
+    for names in ("n", [f"n.{head}" for head in range(4)]):
         weights = Weights(tensors, torch.float32, CPU)
         norm = HeadLayerNorm(weights, names, Shard(2, 2, 4), 6, 1e-6, order)
         torch.testing.assert_close(norm(x[..., order]), expected[..., order])

@@ -12,7 +12,8 @@ from torch import Tensor
 from workers.engine.layers.base import AttentionPart, AttentionShape, DecoderLayer, MlpPart, RotaryHeads, Rotation
 from workers.engine.layers.norm import LayerNorm
 from workers.engine.layers.ops import TorchOps
-from workers.engine.layers.rotary import RopeConfig, Rotary, rotate
+from workers.engine.layers.rope_config import RopeConfig
+from workers.engine.layers.rotary import Rotary, rotate
 from workers.engine.layers.stack import LayerStack
 from workers.engine.layers.weights import Weights
 

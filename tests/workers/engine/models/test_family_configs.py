@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from workers.engine.layers.rotary import RopeConfig, inverse_frequencies
+from workers.engine.layers.rope_config import RopeConfig
+from workers.engine.layers.rotary import inverse_frequencies
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import cohere2, exaone4, gemma2, gemma3, phi3, smollm3
+from workers.engine.models import cohere2, exaone4, gemma2, gemma3, gpt_neox, hunyuan, phi3, smollm3
 from workers.engine.models.config import Json
 from workers.engine.models.text_part import text_part
 
@@ -55,6 +56,20 @@ def test_older_names_of_longrope() -> None:
         rope = phi3.config(SHAPE | {"rope_scaling": {"type": name, **factors}}).ropes[0]
         assert rope is not None
         assert (rope.kind, rope.unscaled_length) == ("longrope", 4096)
+
+
+def test_older_names_of_partial_rotation() -> None:
+    older = gpt_neox.config(SHAPE | {"rotary_pct": 0.5, "rotary_emb_base": 5e3})
+    newer = gpt_neox.config(SHAPE | {"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 0.5}})
+    assert [(told(config.ropes[0]), config.ropes[0].rotated(16)) for config in (older, newer) if config.ropes[0]] == [
+        ((5e3, "default", 2048), 8)
+    ] * 2
+
+
+def test_a_dynamic_rotation_with_alpha_does_not_depend_on_lengths() -> None:
+    rope = hunyuan.config(SHAPE | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}).ropes[0]
+    assert rope is not None
+    assert (rope.kind, rope.theta) == ("default", pytest.approx(1e4 * 1000 ** (16 / 14)))
 
 
 def test_a_list_of_another_length_is_refused() -> None:

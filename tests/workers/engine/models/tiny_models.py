@@ -70,6 +70,7 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.7,
     "logits_scaling": 0.5,
 }
+_NEOX = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,46 @@ MODELS = {
         },
     ),
     "rope-longrope": TinyModel(1, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": _LONGROPE}),
+    "granite": TinyModel(1, 0.22, "GraniteConfig", _SHAPE | _MULTIPLIERS),
+    "granite-longrope": TinyModel(1, 0.22, "GraniteConfig", _SHAPE | _MULTIPLIERS | {"rope_parameters": _LONGROPE}),
+    "hyperclovax": TinyModel(6, 0.22, "HyperCLOVAXConfig", _SHAPE | _MULTIPLIERS | {"mlp_bias": True}),
+    "gpt-neox": TinyModel(3, 0.3, "GPTNeoXConfig", _NEOX),
+    "gpt-neox-sequential": TinyModel(
+        4,
+        0.3,
+        "GPTNeoXConfig",
+        _NEOX
+        | {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi": TinyModel(6, 0.3, "PhiConfig", _SHAPE),
+    "phi-head-norms": TinyModel(1, 0.3, "PhiConfig", _SHAPE | {"qk_layernorm": True, "num_hidden_layers": 6}),
+    "stablelm": TinyModel(2, 0.22, "StableLmConfig", _SHAPE | {"use_qkv_bias": True}),
+    "stablelm-parallel": TinyModel(2, 0.22, "StableLmConfig", _SHAPE | {"use_parallel_residual": True}),
+    "stablelm-head-norms": TinyModel(4, 0.22, "StableLmConfig", _SHAPE | {"qk_layernorm": True}),
+    "glm": TinyModel(2, 0.22, "GlmConfig", _SHAPE | {"head_dim": 32}),
+    "glm4": TinyModel(1, 0.22, "Glm4Config", _SHAPE | {"head_dim": 32, "attention_bias": False}),
+    "seed-oss": TinyModel(1, 0.22, "SeedOssConfig", _SHAPE | {"head_dim": 32}),
+    "helium": TinyModel(3, 0.22, "HeliumConfig", _SHAPE | {"head_dim": 16}),
+    "ernie-4.5": TinyModel(6, 0.22, "Ernie4_5Config", _SHAPE | {"head_dim": 32, "use_bias": True}),
+    "internlm3": TinyModel(2, 0.22, "InternLM3Config", _SHAPE | {"head_dim": 32}),
+    "arcee": TinyModel(3, 0.3, "ArceeConfig", _SHAPE),
+    "nemotron": TinyModel(3, 0.15, "NemotronConfig", _SHAPE | {"mlp_bias": True}),
+    "hunyuan": TinyModel(
+        8,
+        0.22,
+        "HunYuanDenseV1Config",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "apertus": TinyModel(1, 0.22, "ApertusConfig", _SHAPE | {"head_dim": 32}),
+    "jais2": TinyModel(1, 0.22, "Jais2Config", _SHAPE),
 }
 FAMILIES = ("gemma3", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 EACH_MODEL = [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.proof) for name in MODELS]
@@ -335,11 +376,6 @@ OTHERS = {
             "bos_token_id": 0,
         },
     ),
-    "gpt-neox": TinyModel(
-        3, 0.3, "GPTNeoXConfig", {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
-    ),
-    "granite": TinyModel(1, 0.22, "GraniteConfig", _SHAPE | _MULTIPLIERS),
-    "granite-longrope": TinyModel(1, 0.22, "GraniteConfig", _SHAPE | _MULTIPLIERS | {"rope_parameters": _LONGROPE}),
     "olmoe": TinyModel(1, 0.22, "OlmoeConfig", _SHAPE | {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": TinyModel(
         1, 0.3, "OPTConfig", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 48, "tie_word_embeddings": False}

@@ -100,6 +100,7 @@ CLASSIFIERS = {
         "ModernBertConfig",
         _MODERN | _THREE | {"classifier_pooling": "mean", "norm_bias": True, "mlp_bias": True, "attention_bias": True},
     ),
+    "gpt-neox-classes": TinyPoolingModel("GPTNeoXForSequenceClassification", "GPTNeoXConfig", _SHAPE | _THREE),
     "phi3-classes": TinyPoolingModel("Phi3ForSequenceClassification", "Phi3Config", _DECODER | _THREE),
     "qwen3-classes": TinyPoolingModel(
         "Qwen3ForSequenceClassification", "Qwen3Config", _DECODER | _THREE | {"head_dim": 32}

@@ -15,7 +15,7 @@ enum { PANELS = 3, INT8_GROUP = 36, INT4_GROUP = 64, MOST_GROUPS = (INPUTS + INT
 
 const char *wrong_attention(void);
 int multiplies_quads(void);
-int narrowest(const float *w, ptrdiff_t count, ptrdiff_t threads);
+int find_misfits(const float *w, ptrdiff_t count, ptrdiff_t threads);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels, ptrdiff_t threads);
 
 static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[PANELS * PANEL], scales[PANELS * MOST_GROUPS * PANEL];
@@ -68,7 +68,8 @@ static const void *weights(int stored) {
 
 static int product_is_right(int stored) {
     draw(stored);
-    if (!is_integer(stored) && narrowest(w[0], OUTPUTS * INPUTS, THREADS) != stored)
+    int misfits = is_integer(stored) ? 0 : find_misfits(w[0], OUTPUTS * INPUTS, THREADS);
+    if (!is_integer(stored) && (!(misfits & 1) ? STORED_BF16 : !(misfits & 2) ? STORED_F16 : STORED_F32) != stored)
         return 0;
     memset(panels, 0, sizeof panels);
     pack_rows(weights(stored), OUTPUTS, INPUTS, stored, 0, panels, THREADS);

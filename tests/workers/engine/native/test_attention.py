@@ -18,7 +18,8 @@ from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import Attention, AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
 from workers.engine.layers.base import AttentionPattern, AttentionShape, RotaryHeads
-from workers.engine.layers.rotary import RopeConfig, Rotary
+from workers.engine.layers.rope_config import RopeConfig
+from workers.engine.layers.rotary import Rotary
 from workers.engine.native.attention import CpuAttention
 
 pytestmark = needs_native

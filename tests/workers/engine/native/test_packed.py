@@ -110,7 +110,7 @@ def test_activations(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(gated(x * 4), activation(name)(gate) * up, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "quick_gelu"])
 def test_activations_are_as_exact_as_torch_s(name: str, dtype: torch.dtype) -> None:
     values = torch.linspace(-12, 12, 4097).to(dtype)
     x, weight = torch.stack((values, torch.zeros_like(values)), 1), torch.tensor([[1.0, 0.0]] * 32).to(dtype)
@@ -123,7 +123,7 @@ def test_extreme_sums_are_activated_as_torch_does(dtype: torch.dtype) -> None:
     x = torch.tensor([[1e30, 0], [-1e30, 0], [100, 0], [-100, 0], [torch.nan, 0], [torch.inf, 0]]).to(dtype)
     weight = torch.zeros(32, 2, dtype=dtype)
     weight[:, 0] = 1
-    for name in ("silu", "gelu", "gelu_new", "relu"):
+    for name in ("silu", "gelu", "gelu_new", "relu", "relu2", "quick_gelu"):
         expected = activation(name)(x.float()[:, :1]).expand(-1, 32)
         torch.testing.assert_close(
             PackedMatrix(weight, None, name, to_float=True)(x), expected, equal_nan=True, rtol=1e-6, atol=1e-30

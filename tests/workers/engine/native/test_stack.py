@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, zip_longest
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
-from workers.engine.attention.base import AttentionMetadata, CacheShape
+from workers.engine.attention.base import Attention, AttentionMetadata, CacheShape
 from workers.engine.attention.context import CachedLayer, Interruption, StepAttention
 from workers.engine.backends.registry import find_backend
 from workers.engine.layers.base import (
@@ -22,8 +23,11 @@ from workers.engine.layers.base import (
     MlpPart,
     Rotation,
 )
-from workers.engine.layers.norm import LayerNorm, RMSNorm
-from workers.engine.layers.rotary import RopeConfig, Rotary
+from workers.engine.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm, RowRMSNorm
+from workers.engine.layers.ops import TorchOps
+from workers.engine.layers.parallel import Shard
+from workers.engine.layers.rope_config import RopeConfig
+from workers.engine.layers.rotary import Rotary
 from workers.engine.layers.stack import LayerStack
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import StepAbandoned
@@ -44,85 +48,153 @@ STEPS = [
     [(706, 1)],
 ]  # tokens computed before and now, by row
 TEXTS = [[(0, 700), (0, 30)], [(0, 5), (0, 1)], [(0, 290)]]
-FAMILIES = ["gpt2", "llama", "qwen3", "bert", "modernbert", "mpnet"]
+ENCODERS = ["bert", "modernbert", "mpnet"]
+DECODERS = ["gpt2", "llama", "qwen3", "gemma", "neox", "cohere", "olmo", "granite", "hunyuan", "mixed", "partly"]
+FAMILIES = DECODERS + ENCODERS
+LAYER_NORMS = ["gpt2", "bert", "mpnet", "neox", "cohere"]
+CAPPED = ["gpt2", "qwen3"]  # with sinks, too
+UNROTATED = ["gpt2", "bert", "mpnet"]
+# Heads, key-value heads and head size of each layer
+DIFFERING = [(4, 2, 16), (2, 1, 32), (6, 3, 16)]
 
 
 @functools.cache
-def ropes(dtype: torch.dtype) -> list[Rotary]:
-    return [Rotary(RopeConfig(theta, "default", {}, 1024), 16, 1024, dtype, CPU) for theta in (1e4, 1e2)]
+def ropes(dtype: torch.dtype, second: int) -> list[Rotary]:
+    kinds = (1e4, 16), (1e2, second)
+    return [Rotary(RopeConfig(theta, "default", {}, 1024), dim, 1024, dtype, CPU) for theta, dim in kinds]
 
 
 class Model:
-    """Layers as one of the families has them, `heads` of queries over `kv_heads`, and a cache for
-    two rows.
+    """Layers as one of the families has them, and a cache for two rows.
+
+    Those of the family "mixed" differ in heads and widths; "partly" has an MLP that is not in C.
     """
 
     def __init__(self, family: str, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> None:
         torch.manual_seed(7)
-        self.dtype, self.ropes, random = dtype, ropes(dtype), self.random
-        self.rotary, self.head_norms, self.numbers = family not in ("gpt2", "bert", "mpnet"), family == "qwen3", count()
-        self.encodes, first_norm = family in ("bert", "modernbert", "mpnet"), family != "modernbert"
+        self.family, self.dtype, self.numbers, self.ops = family, dtype, count(), NativeOps()
+        self.rotary, self.encodes, first_norm = family not in UNROTATED, family in ENCODERS, family != "modernbert"
         self.post_norm = self.encodes and first_norm
+        self.rotations = self.rotary * (2 if self.encodes or family == "mixed" else 1)
+        self.ropes = ropes(dtype, 32 if family == "mixed" else dim)
         self.bias = torch.randn(heads, 61) if family == "mpnet" else None
         patterns, self.steps = (BOTH_SIDES, TEXTS) if self.encodes else (PATTERNS, STEPS)
-        if family == "gpt2":
-            kv_heads = heads
-        limited = family == "qwen3"  # also by sinks
-        shapes = [
-            AttentionShape(heads, kv_heads, dim, *each, soft_cap=1.5 if limited else None)
-            for each in zip(SCALES, patterns, strict=True)
+        alike = (heads, heads if family == "gpt2" else kv_heads, dim)
+        sizes = DIFFERING if family == "mixed" else [alike] * LAYERS
+        cap = 1.5 if family in CAPPED else None
+        self.shapes = [
+            AttentionShape(*size, *each, soft_cap=cap)
+            for size, each in zip(sizes, zip(SCALES, patterns, strict=True), strict=True)
         ]
-        ops, queries, keys = NativeOps(), heads * dim, kv_heads * dim
         self.layers = [
-            DecoderLayer(
-                AttentionPart(
-                    shape,
-                    ops.linear(random(queries + 2 * keys, HIDDEN, width=0.2), random(queries + 2 * keys)),
-                    ops.linear(random(HIDDEN, queries, width=0.2), None),
-                    *(RMSNorm(*self.named(dim)) for _ in range(2 * self.head_norms)),
-                    rotation=self.encodes * layer % 2,
-                    sinks=torch.randn(heads) if limited else None,
+            self.of_family(
+                index,
+                DecoderLayer(
+                    self.attention_part(index),
+                    self.mlp(WIDTH + 16 * index * (family == "mixed")),
+                    self.norm(HIDDEN) if first_norm or index else None,
+                    self.norm(HIDDEN),
                 ),
-                MlpPart(
-                    ops.gated_linear(random(2 * WIDTH, HIDDEN, width=0.2), None, "silu")
-                    if self.rotary
-                    else ops.linear(random(WIDTH, HIDDEN, width=0.2), random(WIDTH), "gelu_new"),
-                    ops.linear(random(HIDDEN, WIDTH, width=0.2), random(HIDDEN)),
-                ),
-                self.norm(HIDDEN) if first_norm or layer else None,
-                self.norm(HIDDEN),
             )
-            for layer, shape in enumerate(shapes)
+            for index in range(LAYERS)
         ]
-        self.shape, self.heads = CacheShape(BLOCKS, BLOCK, kv_heads, dim), heads
-        last_norm = None if self.post_norm else self.norm(HIDDEN)
-        self.stack = ops.stack(self.layers, last_norm, self.post_norm)
-        self.attention = find_backend("cpu").attention(self.shape, heads, dtype, CPU)
+        self.stack = self.ops.stack(self.layers, None if self.post_norm else self.norm(HIDDEN), self.post_norm)
+        self.take_attention("cpu")
+
+    def take_attention(self, backend: str) -> None:
+        found: dict[tuple[int, int, int], Attention] = {}
+        for shape in self.shapes:
+            key, cache = (shape.heads, shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.head_dim)
+            if key not in found:
+                cache_shape = CacheShape(BLOCKS, BLOCK, *cache)
+                found[key] = find_backend(backend).attention(cache_shape, shape.heads, self.dtype, CPU)
+        self.attentions = [found[shape.heads, shape.kv_heads, shape.head_dim] for shape in self.shapes]
+
+    def attention_part(self, index: int) -> AttentionPart:
+        shape, random, linear = self.shapes[index], self.random, self.ops.linear
+        width = shape.queries + 2 * shape.keys
+        rotation = int(shape.head_dim == 32) if self.family == "mixed" else self.encodes * index % 2
+        part = AttentionPart(
+            shape,
+            linear(random(width, HIDDEN, width=0.2), random(width)),
+            linear(random(HIDDEN, shape.queries, width=0.2), None),
+            rotation=rotation,
+            sinks=torch.randn(shape.heads) if self.family in CAPPED else None,
+        )
+        if self.family in ("qwen3", "hunyuan", "gemma"):
+            norms = [self.norm(shape.head_dim) for _ in "qk"]
+            part = replace(part, query_norm=norms[0], key_norm=norms[1], norm_after_rotation=self.family == "hunyuan")
+        if self.family == "cohere":
+            of_heads = [self.norm_by_head(n) for n in (4, 2)]
+            part = replace(part, query_norm=of_heads[0], key_norm=of_heads[1])
+        if self.family == "olmo":
+            sizes = shape.queries, shape.keys
+            weights = Weights(
+                {f"{n}.weight": lambda size=size: self.random(size) for n, size in enumerate(sizes)},  # type: ignore[misc]
+                self.dtype,
+                CPU,
+                ops=self.ops,
+            )
+            rows = [Shard(0, size, size) for size in sizes]
+            part = replace(part, row_norm=RowRMSNorm(weights, ["0", "1"], rows, 1e-5))
+        return part
+
+    def norm_by_head(self, heads: int) -> HeadLayerNorm:
+        weights, name = self.named(heads, 16)
+        return HeadLayerNorm(weights, name, Shard(0, heads, heads), 16, 1e-5)
+
+    def mlp(self, width: int) -> MlpPart:
+        random = self.random
+        return MlpPart(
+            self.ops.gated_linear(random(2 * width, HIDDEN, width=0.2), None, "silu")
+            if self.family not in LAYER_NORMS
+            else self.ops.linear(random(width, HIDDEN, width=0.2), random(width), "gelu_new"),
+            self.ops.linear(random(HIDDEN, width, width=0.2), random(HIDDEN)),
+        )
+
+    def of_family(self, index: int, layer: DecoderLayer) -> DecoderLayer:
+        if self.family in ("gemma", "olmo"):
+            results = self.norm(HIDDEN), self.norm(HIDDEN)
+            layer = replace(layer, attention_result_norm=results[0], mlp_result_norm=results[1])
+        changes: dict[str, dict[str, Any]] = {
+            "olmo": {"attention_norm": None, "mlp_norm": None},
+            "neox": {"parallel": True},
+            "cohere": {"parallel": True, "mlp_norm": None},
+            "granite": {"factor": 0.22},
+        }
+        if self.family == "partly" and index == 1:
+            layer = replace(layer, mlp=self.plain_mlp())
+        return replace(layer, **changes.get(self.family, {}))
+
+    def plain_mlp(self) -> MlpPart:
+        """Return an MLP whose products are torch's."""
+        plain, random = TorchOps(), self.random
+        up = plain.linear(random(WIDTH, HIDDEN, width=0.2), None, "relu")
+        return MlpPart(up, plain.linear(random(HIDDEN, WIDTH, width=0.2), None))
 
     def cached(self, caches: Sequence[Tensor] | None = None, columns: int = 1) -> list[CachedLayer]:
         """Return the layers with these caches, or with new ones, and with block tables in turn."""
-        caches = self.attention.new_cache(LAYERS) if caches is None else caches
-        shapes = (layer.attention.shape for layer in self.layers)
+        caches = self.new_caches() if caches is None else caches
         tables = (layer % columns for layer in range(LAYERS))
-        return [CachedLayer(self.attention, *each) for each in zip(caches, shapes, tables, strict=True)]
+        return [CachedLayer(*each) for each in zip(self.attentions, caches, self.shapes, tables, strict=True)]
+
+    def new_caches(self) -> list[Tensor]:
+        return [attention.new_cache(1)[0].zero_() for attention in self.attentions]
 
     def random(self, *shape: int, width: float = 1.0) -> Tensor:
         return torch.randn(shape).mul(width).to(self.dtype)
 
     def norm(self, size: int) -> RMSNorm | LayerNorm:
-        return RMSNorm(*self.named(size)) if self.rotary else LayerNorm(*self.named(size))
+        if self.family in LAYER_NORMS:
+            return LayerNorm(*self.named(size), size, 1e-5)
+        return RMSNorm(*self.named(size), size, 1e-5, float(self.family == "gemma"))
 
-    def named(self, size: int) -> tuple[Weights, str, int, float]:
+    def named(self, *shape: int) -> tuple[Weights, str]:
+        """Return a norm's random weight and bias, and their name."""
         name = str(next(self.numbers))
-        values = {f"{name}.{part}": self.random(size) for part in ("weight", "bias")}
-        return (
-            Weights(
-                {key: lambda value=value: value for key, value in values.items()}, self.dtype, CPU, ops=NativeOps()
-            ),
-            name,
-            size,
-            1e-5,
-        )  # type: ignore[misc]
+        values = {f"{name}.{part}": self.random(*shape) for part in ("weight", "bias")}
+        readers = {key: lambda value=value: value for key, value in values.items()}
+        return Weights(readers, self.dtype, CPU, ops=self.ops), name  # type: ignore[arg-type]
 
     def run(
         self, one_call: bool, moves: bool = False, needed: Sequence[Tensor | None] = (), columns: int = 1
@@ -132,7 +204,7 @@ class Model:
 
         If it `moves`, the cache is at another place in each, and its old place is overwritten.
         """
-        caches = [cache.zero_() for cache in self.attention.new_cache(LAYERS)]
+        caches = self.new_caches()
         torch.manual_seed(8)
         results = []
         for rows, tokens in zip_longest(self.steps, needed):
@@ -141,8 +213,9 @@ class Model:
                 for cache in before:
                     cache.fill_(torch.nan)
             metadata, positions = [step_of(rows, column)[0] for column in range(columns)], step_of(rows)[1]
-            count = self.rotary + self.encodes if self.rotary else 0
-            rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in self.ropes[:count]]
+            rotations: list[Rotation] = [
+                rope.cos_sin(positions, positions + 1) for rope in self.ropes[: self.rotations]
+            ]
             attend = StepAttention(self.cached(caches, columns), metadata, bias=self.bias, needed=tokens)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
             results.append(run(self.random(len(positions), HIDDEN), rotations, attend).clone())
@@ -232,8 +305,9 @@ def test_caches_that_were_made_anew_are_the_ones_that_are_used(dtype: torch.dtyp
         assert moved.equal(stayed)
 
 
-def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right(dtype: torch.dtype) -> None:
-    model = Model("llama", dtype)
+@pytest.mark.parametrize("family", ["llama", "partly"])
+def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right(family: str, dtype: torch.dtype) -> None:
+    model = Model(family, dtype)
     interruption = Interruption()
     metadata, positions = step_of([(0, 40)])
     attend = StepAttention(model.cached(), [metadata], interruption)
@@ -255,16 +329,27 @@ def test_it_reports_where_the_time_goes(dtype: torch.dtype) -> None:
     assert all(seconds > 0 for seconds in model.stack.seconds.values())
 
 
-def test_layers_without_packed_matrices_are_called_one_by_one(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("plain", [(0,), (2,), (0, 2), (0, 1, 2)])
+def test_layers_without_packed_matrices_are_called_one_by_one(plain: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Others run in calls between them; without any others it is a plain stack."""
     model = Model("llama", dtype)
-    plain = replace(model.layers[0], mlp=MlpPart(lambda x: x, lambda x: x))
-    assert type(NativeOps().stack([*model.layers, plain], model.norm(HIDDEN))) is LayerStack
+    layers = [
+        replace(layer, mlp=model.plain_mlp()) if index in plain else layer for index, layer in enumerate(model.layers)
+    ]
+    model.stack = model.ops.stack(layers, model.norm(HIDDEN))
+    assert isinstance(model.stack, NativeStack) is (len(plain) < LAYERS)
+    by_one = LayerStack(layers, model.stack.norm)
+    needed = [needed_of(rows, "any") for rows in model.steps]
+    wanted = model.run(one_call=True, needed=needed)
+    model.stack = by_one
+    for one, other, tokens in zip(wanted, model.run(one_call=True), needed, strict=True):
+        assert one[tokens].equal(other[tokens])
 
 
 def test_another_backend_attends_layer_by_layer(dtype: torch.dtype) -> None:
     model = Model("qwen3", dtype)
     expected = model.run(one_call=False)
-    model.attention = find_backend("torch").attention(model.shape, model.heads, dtype, CPU)
+    model.take_attention("torch")
     for got, wanted in zip(model.run(one_call=True), expected, strict=True):
         tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)

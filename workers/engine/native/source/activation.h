@@ -4,7 +4,15 @@
 
 #include "lanes.h"
 
-enum { ACTIVATION_NONE, ACTIVATION_SILU, ACTIVATION_GELU_TANH, ACTIVATION_GELU, ACTIVATION_RELU };
+enum {
+    ACTIVATION_NONE,
+    ACTIVATION_SILU,
+    ACTIVATION_GELU_TANH,
+    ACTIVATION_GELU,
+    ACTIVATION_RELU,
+    ACTIVATION_RELU_SQUARED,
+    ACTIVATION_QUICK_GELU
+};
 
 /* x / (1 + 2**t), with a relative error of about 3e-7; 0 for t of 126 and more, for x of -inf too, where torch has no
    number. */
@@ -52,6 +60,10 @@ ALWAYS_INLINE lanes activated(int activation, lanes x) {
         return gelu(x);
     case ACTIVATION_RELU:
         return choose(x < all(0.0f), all(0.0f), x);
+    case ACTIVATION_RELU_SQUARED:
+        return choose(x < all(0.0f), all(0.0f), x * x);
+    case ACTIVATION_QUICK_GELU:
+        return gated_by(x, x * -2.4554669f);
     default:
         return x;
     }
@@ -71,6 +83,12 @@ ALWAYS_INLINE lanes activated(int activation, lanes x) {
         break;                                                   \
     case ACTIVATION_RELU:                                        \
         function(ACTIVATION_RELU, __VA_ARGS__);                  \
+        break;                                                   \
+    case ACTIVATION_RELU_SQUARED:                                \
+        function(ACTIVATION_RELU_SQUARED, __VA_ARGS__);          \
+        break;                                                   \
+    case ACTIVATION_QUICK_GELU:                                  \
+        function(ACTIVATION_QUICK_GELU, __VA_ARGS__);            \
         break;                                                   \
     default:                                                     \
         function(ACTIVATION_NONE, __VA_ARGS__);                  \

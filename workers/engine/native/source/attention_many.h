@@ -136,7 +136,7 @@ static scorer *const scorers[] = {score_floats, score_pairs, score_floats_by_pai
 static weigher *const weighers[] = {weigh_floats, weigh_pairs, weigh_floats_by_pairs};
 static value_adder *const value_adders[] = {add_values_floats, add_values_pairs, add_values_floats_by_pairs};
 
-/* Caps scores of ROWS queries that are yet to be multiplied with `scale`: those left are to be with the cap. */
+/* Caps the scores of ROWS queries, which are yet to be multiplied with `scale`; the results are, with the cap. */
 NEVER_INLINE void cap_scores(ptrdiff_t columns, float scale, float cap, float *scores) {
     for (ptrdiff_t r = 0; r < ROWS; r++)
         for (ptrdiff_t at = r * KEYS, c = 0; c < columns; c++, at += LANES)

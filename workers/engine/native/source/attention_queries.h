@@ -45,7 +45,7 @@ NEVER_INLINE void begin_head(const attention_layer *layer, const workspace *work
         work->top[i] = -INFINITY;
 }
 
-/* What the weighted values of a query of head `head`, summed up below `top`, are multiplied with. */
+/* The factor of a query's summed values: one over its total of weights, which have the base `top`, and its sink's. */
 static float share_of(const attention_layer *layer, ptrdiff_t head, float top, float total) {
     if (!layer->sinks)
         return total == 0 ? 0 : 1 / total;

@@ -27,6 +27,8 @@ typedef struct {
 int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y, ptrdiff_t threads);
 void norm_rows(void *x, const void *residual, const norm_weights *norm, void *y, ptrdiff_t m, ptrdiff_t n,
                ptrdiff_t stride, int floats, ptrdiff_t threads);
+void add_numbers(void *x, const void *y, ptrdiff_t n, int floats, ptrdiff_t threads);
+void scale_numbers(void *x, float factor, ptrdiff_t n, int floats, ptrdiff_t threads);
 void attend_layer(const attention_step *step, const head_rotation *rotation, uint32_t *cache, const void *q,
                   const void *k, const void *v, void *out, const norm_weights *query_norm,
                   const norm_weights *key_norm, float scale, float soft_cap, const float *sinks);

@@ -1,5 +1,6 @@
 /* Norms over the rows of x [m, n], with the addition that precedes them in a decoder: x becomes x + residual, rounded
-   to its dtype, and y its norm. Sums are taken in float. */
+   to its dtype, and y its norm. Sums are taken in float. And what comes between norms: sums, and products with a
+   factor, each rounded. */
 
 #include <math.h>
 #include <stddef.h>
@@ -81,4 +82,45 @@ void norm_rows(void *x, const void *residual, const norm_weights *norm, void *y,
                ptrdiff_t stride, int floats, ptrdiff_t threads) {
     normed_rows rows = {x, residual, norm, y, n, stride, floats};
     run_ranges(norm_range, &rows, m, m * n > MANY ? threads : 1);
+}
+
+typedef struct {
+    void *x;
+    const void *y; /* NULL for a product with the factor, in place of a sum */
+    float factor;
+    int floats;
+} changed_numbers;
+
+ALWAYS_INLINE void change(const changed_numbers *work, ptrdiff_t first, ptrdiff_t end, int floats) {
+    void *x = work->x;
+    const void *y = work->y;
+    float factor = work->factor;
+    if (y) {
+#pragma omp simd
+        for (ptrdiff_t i = first; i < end; i++)
+            put(x, i, get(x, i, floats) + get(y, i, floats), floats);
+    } else {
+#pragma omp simd
+        for (ptrdiff_t i = first; i < end; i++)
+            put(x, i, get(x, i, floats) * factor, floats);
+    }
+}
+
+static void change_range(void *work, ptrdiff_t first, ptrdiff_t end) {
+    const changed_numbers *numbers = work;
+    if (numbers->floats)
+        change(numbers, first, end, 1);
+    else
+        change(numbers, first, end, 0);
+}
+
+/* x becomes x + y. */
+void add_numbers(void *x, const void *y, ptrdiff_t n, int floats, ptrdiff_t threads) {
+    changed_numbers numbers = {x, y, 0.0f, floats};
+    run_ranges(change_range, &numbers, n, n > MANY ? threads : 1);
+}
+
+void scale_numbers(void *x, float factor, ptrdiff_t n, int floats, ptrdiff_t threads) {
+    changed_numbers numbers = {x, NULL, factor, floats};
+    run_ranges(change_range, &numbers, n, n > MANY ? threads : 1);
 }

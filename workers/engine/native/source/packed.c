@@ -8,7 +8,7 @@
 #include "matmul.h"
 #include "parallel.h"
 
-int narrowest(const float *w, ptrdiff_t count, ptrdiff_t threads);
+int find_misfits(const float *w, ptrdiff_t count, ptrdiff_t threads);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels, ptrdiff_t threads);
 void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, void *y, ptrdiff_t threads);
 
@@ -97,7 +97,7 @@ typedef struct {
 
 enum { PART = 1 << 14 };
 
-static void find_misfits(void *work, ptrdiff_t part, ptrdiff_t end) {
+static void search_parts(void *work, ptrdiff_t part, ptrdiff_t end) {
     numbers *all = work;
     for (; part < end && atomic_load_explicit(&all->found, memory_order_relaxed) != 3; part++) {
         int of_part = 0;
@@ -107,12 +107,11 @@ static void find_misfits(void *work, ptrdiff_t part, ptrdiff_t end) {
     }
 }
 
-/* The kind of fewest bits that holds all numbers exactly. */
-int narrowest(const float *w, ptrdiff_t count, ptrdiff_t threads) {
+/* The `misfits` of all numbers. */
+int find_misfits(const float *w, ptrdiff_t count, ptrdiff_t threads) {
     numbers all = {w, count, 0};
-    run_ranges(find_misfits, &all, (count + PART - 1) / PART, threads);
-    int found = all.found;
-    return !(found & 1) ? STORED_BF16 : !(found & 2) ? STORED_F16 : STORED_F32;
+    run_ranges(search_parts, &all, (count + PART - 1) / PART, threads);
+    return all.found;
 }
 
 ALWAYS_INLINE float weight_at(int stored, const char *at) {

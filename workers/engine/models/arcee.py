@@ -1,0 +1,22 @@
+"""Implement Arcee (AFM): Llama's shape with a MLP without gates, whose activation is ReLU
+squared.
+"""
+
+from __future__ import annotations
+
+from workers.engine.layers.weights import Weights
+from workers.engine.models.config import Json, ModelConfig
+from workers.engine.models.decoder import DecoderVariant, RotaryDecoder, decoder_config
+
+_DEFAULTS = {"hidden_act": "relu2", "rms_norm_eps": 1e-5}
+
+
+def config(raw: Json) -> ModelConfig:
+    return decoder_config({**_DEFAULTS, **raw}, max_position_embeddings=4096)
+
+
+def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> RotaryDecoder:
+    bias = bool(raw.get("attention_bias", False))
+    mlp_bias = bool(raw.get("mlp_bias", False))
+    variant = DecoderVariant(qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, gated=False)
+    return RotaryDecoder(config, variant, weights, max_model_len)
