@@ -87,11 +87,11 @@ class TinyModel:
 
 MODELS = {
     "cohere": TinyModel(
-        1,
-        0.22,
+        2,
+        0.15,
         "CohereConfig",
-        _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False},
-        embedding=0.5,
+        _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False, "intermediate_size": 192},
+        embedding=0.2,
     ),
     "cohere-biased": TinyModel(
         1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
