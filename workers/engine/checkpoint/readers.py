@@ -21,11 +21,10 @@ def weight_readers(checkpoint: ModelCheckpoint) -> dict[str, Reader]:
     than text, these are the tensors of its text model.
     """
     readers = tensor_readers(checkpoint.folder)
-    found = _of_text(checkpoint, readers)
-    if len(found) < len(readers):
-        others = len(readers) - len(found)
+    others = len(readers) - len(text_names(readers)) if checkpoint.text_only else 0
+    if others:
         logger.info("%s takes text only: %d tensors of other parts are left unread", checkpoint.folder, others)
-    return found
+    return _of_text(checkpoint, readers)
 
 
 def plain_shape_readers(checkpoint: ModelCheckpoint) -> dict[str, Reader]:

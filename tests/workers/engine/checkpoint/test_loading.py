@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.workers.engine.loading import load_model
 from tests.workers.engine.models.tiny_models import MODELS, folder, make
 from workers.engine.attention.base import AttentionMetadata, CacheShape
-from workers.engine.attention.context import StepAttention, cached_layers
+from workers.engine.attention.context import CachedLayer, StepAttention
 from workers.engine.attention.reference import TorchAttention
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.messages.errors import ModelLoadError
@@ -44,10 +44,14 @@ def edit(path: Path, **changes: Any) -> None:
 
 def logits(model: DecoderModel) -> Tensor:
     """Return the logits of a prompt of nine tokens."""
-    ids, positions, first = torch.arange(9), torch.arange(9), model.config.layers[0]
-    attention = TorchAttention(CacheShape(2, 16, first.kv_heads, first.head_dim), first.heads, model.dtype, CPU)
+    ids, positions, layers = torch.arange(9), torch.arange(9), list[CachedLayer]()
+    for shape in model.config.layers:
+        cache = CacheShape(2, 16, shape.kv_heads, shape.head_dim)
+        attention = TorchAttention(cache, shape.heads, model.dtype, CPU)
+        pages = attention.new_cache(1)[0] if shape.reads is None else layers[shape.reads].cache
+        layers.append(CachedLayer(attention, pages, shape))
     metadata = AttentionMetadata(16 + ids, np.array([0, 9]), np.array([9]), np.array([[1]]))
-    attend = StepAttention(cached_layers(attention, model.config.layers), [metadata])
+    attend = StepAttention(layers, [metadata])
     with torch.inference_mode():
         return model.logits(model.forward(ids, positions, positions + 1, attend))
 

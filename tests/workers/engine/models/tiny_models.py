@@ -87,11 +87,11 @@ class TinyModel:
 
 MODELS = {
     "cohere": TinyModel(
-        1,
-        0.22,
+        2,
+        0.15,
         "CohereConfig",
-        _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False},
-        embedding=0.5,
+        _SHAPE | {"use_qk_norm": True, "logit_scale": 1.5, "tie_word_embeddings": False, "intermediate_size": 192},
+        embedding=0.2,
     ),
     "cohere-biased": TinyModel(
         1, 0.22, "CohereConfig", _SHAPE | {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.5}
@@ -147,7 +147,7 @@ MODELS = {
     ),
     "gemma4": TinyModel(
         1,
-        0.15,
+        0.22,
         "Gemma4TextConfig",
         _GEMMA4
         | {
@@ -159,14 +159,21 @@ MODELS = {
             "vocab_size_per_layer_input": VOCAB,
             "final_logit_softcapping": 8.0,
         },
+        embedding=0.5,
     ),
     "gemma4-keys-as-values": TinyModel(
-        1,
-        0.15,
+        2,
+        0.22,
         "Gemma4TextConfig",
-        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+        _GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+        },
+        embedding=0.5,
     ),
-    "gemma4-unified": TinyModel(1, 0.15, "Gemma4UnifiedTextConfig", _GEMMA4),
+    "gemma4-unified": TinyModel(3, 0.22, "Gemma4UnifiedTextConfig", _GEMMA4, embedding=0.5),
     "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
     "gpt2-by-layer": TinyModel(
         2,
@@ -263,7 +270,7 @@ MODELS = {
         "SmolLM3Config",
         _SHAPE | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24},
     ),
-    "starcoder2": TinyModel(1, 0.3, "Starcoder2Config", _SHAPE | {"sliding_window": 24}, embedding=0.2),
+    "starcoder2": TinyModel(3, 0.3, "Starcoder2Config", _SHAPE | {"sliding_window": 24}, embedding=0.2),
     "starcoder2-unbiased": TinyModel(
         2, 0.3, "Starcoder2Config", _SHAPE | {"use_bias": False, "tie_word_embeddings": False}
     ),
