@@ -25,11 +25,16 @@ class AddedRequest:
 
 @dataclass(slots=True)
 class NewBlocks:
-    """Blocks appended to a slot's block table before the step runs."""
+    """Blocks appended to a slot's block table of a group before the step runs.
+
+    A block has the tokens of the grid. Its pages are ordered by column, then by position. In a
+    model of one group it is a page.
+    """
 
     slot: int
-    first: int  # index in the slot's block table of the first of `block_ids`
-    block_ids: list[int]
+    first: int  # index in the slot's block table of the first of the blocks
+    block_ids: list[int]  # pages of these blocks, as many for each as the group has in a block
+    group: int = 0
 
 
 @dataclass(slots=True)
