@@ -67,7 +67,7 @@ class MeanAdmission(PlainAdmission):
         self, request: RequestState, prefix: Sequence[int], step: int, running: Sequence[RequestState], returning: int
     ) -> bool:
         pool = self._kv_cache.pool
-        own = sum(len(other.blocks) - other.shared for other in running)
+        own = sum(other.pages_held - other.shared for other in running)
         shared = max(0, pool.num_blocks - 1 - pool.num_free - returning - own)
         need = sum(self._blocks(other) - other.shared for other in running)
         need += self._blocks(request) - len(prefix) + pool.count_free(prefix)
@@ -78,7 +78,7 @@ class MeanAdmission(PlainAdmission):
 
     def _blocks(self, request: RequestState) -> int:
         end = request.prompt_length + int(sum(self._outputs[-256:]) / len(self._outputs[-256:]))
-        return self._kv_cache.blocks_for(max(request.known + 1, min(request.limit, end)))
+        return self._kv_cache.pages_for(max(request.known + 1, min(request.limit, end)))
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from workers.engine.messages.core import (
 from workers.engine.messages.errors import StepAbandoned, StepOutOfMemory
 from workers.engine.messages.step import StepPlan, TokenMasks
 from workers.engine.profiling import StepTrace, mark_spans, span
-from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.hybrid_cache import make_cache
 from workers.engine.scheduling.scheduler import Scheduler
 from workers.engine.scheduling.step_time import AdaptiveBatchSize, StepTimeEstimate
 
@@ -83,7 +83,13 @@ class EngineCore:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.max_model_len,
-            KVCache(executor.num_blocks, config.block_size, config.enable_prefix_caching),
+            make_cache(
+                executor.cache_groups,
+                executor.num_blocks,
+                (config.depth + 1) * config.max_num_batched_tokens,
+                enable_prefix_caching=config.enable_prefix_caching,
+                whole_prompts=model.whole_prompts,
+            ),
             config.depth,
             vocab_size=executor.vocab_size,
             eos_token_ids=executor.eos_token_ids,
@@ -98,8 +104,8 @@ class EngineCore:
         self.scheduler.forget_grammar = self._guides.forget
         self.ready = Ready(
             max_model_len=self.scheduler.max_model_len,
-            num_blocks=executor.num_blocks,
-            block_size=config.block_size,
+            num_blocks=self.scheduler.num_blocks,
+            block_size=self.scheduler.block_size,
             vocab_size=executor.vocab_size,
             eos_token_ids=list(executor.eos_token_ids),
             dtype=str(executor.dtype).removeprefix("torch."),

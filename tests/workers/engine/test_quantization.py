@@ -153,7 +153,7 @@ def test_a_core_reports_its_quantization() -> None:
 def test_weights_are_planned_as_what_they_become(impl: str, share: int) -> None:
     checkpoint = open_checkpoint(str(folder("llama")), impl)
     whole = weight_bytes(checkpoint, torch.float32)
-    assert weight_bytes(checkpoint, torch.float32, quantization=INT8) == whole // share
+    assert weight_bytes(checkpoint, torch.float32, quantization=INT8) == pytest.approx(whole / share, rel=0.1)
 
 
 def test_a_class_that_stays_mostly_as_it_is_logs_that(caplog: pytest.LogCaptureFixture) -> None:

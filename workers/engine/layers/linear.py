@@ -63,8 +63,8 @@ def load_xielu(weights: Weights, up: str, activation: str, size_in: int, size_ou
     `activation`.
     """
     plain = load_fused(weights, [up], size_in, [size_out], bias)
-    above, below = (weights.take(f"{activation}.{factor}", (1,)) for factor in ("alpha_p", "alpha_n"))
-    activate = XIELU(above, below)
+    alpha_p, alpha_n = (weights.take(f"{activation}.{factor}", (1,)) for factor in ("alpha_p", "alpha_n"))
+    activate = XIELU(alpha_p, alpha_n)
     return lambda x: activate(plain(x))
 
 

@@ -237,7 +237,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
 class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     """The core has loaded its model and accepts requests.
 
-    - `num_blocks` includes the null block.
+    - `num_blocks` includes the null block; a block has `block_size` tokens in all layers.
     - `max_model_len` fits into the KV cache.
     - `cache_dtype`: dtype of keys and values.
     - `quantization`: "" for none.

@@ -110,7 +110,7 @@ class ModelConfig:
 
 
 def _layer_cache(layer: AttentionShape, number_bytes: int, keeps_all: bool) -> LayerCache:
-    rule = CacheRule() if keeps_all else CacheRule(window=layer.pattern.window)
+    rule = CacheRule() if keeps_all else CacheRule(layer.pattern.window, layer.pattern.chunk)
     return LayerCache(rule, 2 * layer.keys * number_bytes, (layer.kv_heads, layer.head_dim))
 
 

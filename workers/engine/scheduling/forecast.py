@@ -1,6 +1,5 @@
-"""Forecast which batch requests may start while KV blocks are scarce."""
+"""Forecast which batch requests may start while KV pages are scarce."""
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -9,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.engine.messages.core import Finish
-from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.cache import Prefix, SchedulerCache
 from workers.engine.scheduling.request import RequestState
 
 Floats = NDArray[np.float64]
 _STEP_COST = 64.0  # tokens, until it is measured
 _REFRESH_STEPS = 16  # between two calculations over all running requests
-_UNPACED, _VARIED = 0.5, 0.5  # requests start together below so many blocks, or so much variance
+_UNPACED, _VARIED = 0.5, 0.5  # requests start together below so many pages, or so much variance
 _GUESS, _RECENT, _BATCHES = [(256, True)] * 2, 256, 64  # ended outputs: at first, by batch; batches
 
 
@@ -52,34 +51,35 @@ class AdmissionForecast:
     * `step_cost_tokens`. After Gong et al. 2025, "Past-Future Scheduler".
     """
 
-    def __init__(self, kv_cache: KVCache, longest: int) -> None:
+    def __init__(self, kv_cache: SchedulerCache, longest: int) -> None:
         self.step_cost_tokens, self._lengths = _STEP_COST, OutputLengths()
         self.learn = self._lengths.learn
-        self._pool, self._size, self._room = kv_cache.pool, kv_cache.block_size, kv_cache.pool.num_blocks - 1
+        self._kv_cache, self._room = kv_cache, kv_cache.num_pages - 1
+        self._tokens = self._room * kv_cache.block_size / kv_cache.block_pages
         self._times: Floats = np.unique(np.floor(np.geomspace(8, longest + 8, 40))) - 8  # steps ahead
         self._weights: Floats = np.convolve(np.diff(self._times), [0.5, 0.5])  # of the trapezoid rule
         self._survival: dict[str, tuple[Floats, Floats]] = {}  # by batch
-        self._curves: dict[int, Floats] = {}  # by running request: expected blocks, and their variance
+        self._curves: dict[int, Floats] = {}  # by running request: expected pages, and their variance
         self._total: Floats = np.zeros((2, len(self._times)))
-        self._shared = 0  # blocks shared by several requests
+        self._shared = 0  # pages shared by several requests
         self._refresh_at, self._retry_at, self._next_at = 0.0, 0.0, 0.0  # steps
 
     def has_room(
-        self, request: RequestState, prefix: Sequence[int], step: int, running: Sequence[RequestState], returning: int
+        self, request: RequestState, prefix: Prefix, step: int, running: Sequence[RequestState], returning: int
     ) -> bool:
         if step < min(self._retry_at, self._refresh_at):
             return False
-        request.shared = len(prefix)
+        request.shared = self._kv_cache.shared_pages(prefix)
         (alive,), curves = self._forecast([request])
         mean, square = float(alive @ self._weights), float(2 * alive * self._times @ self._weights)
-        risk = max(1e-6, mean / 4 * self.step_cost_tokens / (self._room * self._size))
+        risk = max(1e-6, mean / 4 * self.step_cost_tokens / self._tokens)
         if risk >= 1:
             return True
         if step >= self._refresh_at:
             self._recompute(step, running, returning)
         expected, variance = self._total + curves[:, 0]
         use = expected + NormalDist().inv_cdf(1 - risk) * np.sqrt(np.maximum(variance, 0.0))
-        peak = float(use.max()) + self._shared + self._pool.count_free(prefix)
+        peak = float(use.max()) + self._shared + self._kv_cache.count_free(prefix)
         if peak > self._room or (peak > _UNPACED * self._room and step < self._next_at):
             self._retry_at = self._refresh_at if peak > self._room else self._next_at
             return False
@@ -98,16 +98,17 @@ class AdmissionForecast:
         self._retry_at = min(self._retry_at, self._next_at)
 
     def _recompute(self, step: int, running: Sequence[RequestState], returning: int) -> None:
-        self._refresh_at, self._survival, references = step + _REFRESH_STEPS, {}, self._pool.ref_counts
+        self._refresh_at, self._survival = step + _REFRESH_STEPS, {}
         for request in running:
-            request.shared = bisect_left(request.blocks, True, request.shared, key=lambda each: references[each] == 1)
+            request.shared = self._kv_cache.count_shared(request)
         curves = self._forecast(running)[1]
         self._total, self._curves = curves.sum(axis=1), {each.id: curves[:, i] for i, each in enumerate(running)}
-        self._shared = self._room - self._pool.num_free - returning - sum(len(r.blocks) - r.shared for r in running)
+        owned = sum(request.pages_held - request.shared for request in running)
+        self._shared = self._room - self._kv_cache.pool.num_free - returning - owned
 
     def _forecast(self, requests: Sequence[RequestState]) -> tuple[Floats, Floats]:
         """Return, by time ahead, the probability that each request runs, and the mean and variance
-        of its blocks.
+        of its pages.
         """
         counts = [(request.known, request.limit, request.prompt_length, request.shared) for request in requests]
         known, limit, prompt, shared = np.array(counts, dtype=np.float64).T[..., None]
@@ -119,5 +120,5 @@ class AdmissionForecast:
                 self._survival[batch_id] = self._lengths.log_survival(batch_id, now[:, 0].tolist())
             table = self._survival[batch_id]
             alive[rows] *= np.exp(np.interp(now + self._times, *table) - np.interp(now, *table))
-        most = np.ceil(np.minimum(known + self._times, limit) / self._size) - shared
+        most = self._kv_cache.pages_at(np.minimum(known + self._times, limit)) - shared
         return alive, np.stack([alive * most, alive * (1 - alive) * most**2])

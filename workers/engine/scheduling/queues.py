@@ -7,7 +7,7 @@ from itertools import accumulate, islice
 
 from workers.engine.messages.core import Stats
 from workers.engine.scheduling.admission import AdmissionPolicy
-from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.cache import Prefix, SchedulerCache
 from workers.engine.scheduling.live_shares import PRIORITY, LiveShares
 from workers.engine.scheduling.request import RequestState
 from workers.engine.scheduling.slots import SlotPool
@@ -39,7 +39,7 @@ class RequestQueues:
     that runs without other live ones may use everything.
     """
 
-    def __init__(self, kv_cache: KVCache, slots: SlotPool, policy: AdmissionPolicy, stats: Stats) -> None:
+    def __init__(self, kv_cache: SchedulerCache, slots: SlotPool, policy: AdmissionPolicy, stats: Stats) -> None:
         self.live = PriorityClass()
         self.batch = PriorityClass()
         self.expects_live = False  # a live request waits elsewhere and will be added
@@ -50,7 +50,7 @@ class RequestQueues:
         self._stats = stats
         self._shares = LiveShares(slots.size)
         self._batch_slots = max(1, int(BATCH_SHARE * slots.size))
-        self._batch_blocks = int(BATCH_SHARE * self._pool.num_blocks)
+        self._batch_pages = int(BATCH_SHARE * kv_cache.num_pages)
 
     @property
     def has_live(self) -> bool:
@@ -92,12 +92,13 @@ class RequestQueues:
         """Preempt live requests until a waiting one has blocks, if these are within the share of
         its tenant.
         """
-        running, need = self.live.running, self._kv_cache.blocks_for(request.known) + len(self.live.running)
-        if need > self._pool.num_blocks * self._shares.part_of(request):
+        running, kv_cache = self.live.running, self._kv_cache
+        need = kv_cache.pages_for(request.known) + len(running) * kv_cache.block_pages
+        if need > kv_cache.num_pages * self._shares.part_of(request):
             return
-        of_batch = sum(len(other.blocks) for other in self.batch.running)
+        of_batch = sum(other.pages_held for other in self.batch.running)
         while running and running[-1].place > request.place:
-            if self._pool.num_free + self._slots.returning_blocks + of_batch >= need:
+            if self._soon_free() + of_batch >= need:
                 break
             self._preempt(running[-1])
 
@@ -107,15 +108,15 @@ class RequestQueues:
         if request.next_score == sys.maxsize:
             self._kv_cache.retain(request)
 
-    def enter(self, request: RequestState, prefix: list[int], step: int) -> None:
+    def enter(self, request: RequestState, prefix: Prefix, step: int) -> None:
         """Assign a slot and `prefix` to a waiting request, and run it."""
         priority_class = self._class_of(request)
         self._remove(request)
         self._shares.changed |= request.live
-        revived = self._pool.count_free(prefix)
+        revived = self._kv_cache.count_free(prefix)
         self._kv_cache.admit(request, prefix)
         self._kv_cache.release(request)
-        request.slot = self._slots.free.pop()
+        request.slot, request.entered = self._slots.free.pop(), step
         self._policy.enter(request, step, revived)
         self._count_hit(request, 1)
         insort(priority_class.running, request, key=PRIORITY)
@@ -160,38 +161,48 @@ class RequestQueues:
         return max(1, self._slots.size - kept) - len(self.live.running)
 
     def kept_for_batch(self, request: RequestState) -> int:
-        """Return how many free blocks a waiting request must leave to batch requests."""
+        """Return how many free pages a waiting request must leave to batch requests."""
         if not request.live or not self.live.running or not self.batch.waiting:
             return 0
-        return max(0, self._batch_blocks - sum(len(other.blocks) for other in self.batch.running))
+        return max(0, self._batch_pages - sum(other.pages_held for other in self.batch.running))
 
-    def has_room(self, request: RequestState, prefix: list[int], step: int) -> bool:
+    def has_room(self, request: RequestState, prefix: Prefix, step: int) -> bool:
         """Return whether a batch request that can begin is admitted; a single request always is."""
         return not self.batch.running or self._policy.has_room(
-            request, prefix, step, self.running, self._slots.returning_own_blocks
+            request, prefix, step, self.running, self._slots.returning_own_pages
         )
 
     def make_room(self, need: int, request: RequestState, step: int) -> bool:
-        """Preempt requests of the lowest priority until `need` blocks are free.
+        """Preempt requests of the lowest priority until `need` pages are free.
 
         For a running request, these are the requests after it and finally itself, except those that
         already have a row in `step`. For a waiting live request, they are batch requests only.
-        Returns False if the blocks are not free now; they may be once a launched step is retired.
+        Returns False if the pages are not free now; they may be once a launched step is retired.
         """
         if request.slot < 0:
             victims = self.batch.running[self._protected(request) :]
-            in_batch = sum(len(other.blocks) for other in victims)
-            if self._pool.num_free + self._slots.returning_blocks + in_batch < need:
+            in_batch = sum(other.pages_held for other in victims)
+            if self._soon_free() + in_batch < need:
                 return False
         while self._pool.num_free < need:
             victim = self._victim(request)
-            enough = self._pool.num_free + self._slots.returning_blocks >= need
+            enough = self._soon_free() >= need
             if enough or victim is None or victim.last_step == step:
                 return False
             self._preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def await_pages(self) -> bool:
+        """Return whether slots or pages become free once the launched steps are retired."""
+        return bool(self._slots.returning) or self._soon_free() > self._pool.num_free
+
+    def _soon_free(self) -> int:
+        """Return how many pages are free once the launched steps are retired."""
+        count, retired = self._kv_cache.count_returning, self._slots.retired_step
+        of_running = count(self.live.running, retired) + count(self.batch.running, retired)
+        return self._pool.num_free + self._slots.returning_pages + of_running
 
     def _victim(self, request: RequestState) -> RequestState | None:
         """Return the next request to preempt for one that needs blocks; it may be that request
@@ -209,8 +220,8 @@ class RequestQueues:
         """
         if not request.live or len(self.live.running) == (request.slot >= 0):
             return 0
-        blocks = accumulate(len(other.blocks) for other in self.batch.running[: self._batch_slots])
-        return max(1, sum(total <= self._batch_blocks for total in blocks))
+        pages = accumulate(other.pages_held for other in self.batch.running[: self._batch_slots])
+        return max(1, sum(total <= self._batch_pages for total in pages))
 
     def _startable(self, budget: int) -> int:
         """Return how many waiting live requests begin within `budget` tokens."""

@@ -6,6 +6,7 @@ from itertools import chain
 
 from workers.engine.guides.guide import Guide
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, TokenLogprobs
+from workers.engine.scheduling.prefix_tree import BlockRun, PrefixNode
 
 _POOLING = SamplingParams(max_tokens=1)
 """The sampling parameters of a pooling request."""
@@ -26,11 +27,13 @@ class RequestState:
         "batch_id",
         "block_hashes",
         "blocks",
+        "branch",
         "cached_tokens",
         "call",
         "capacity",
         "computed",
         "device_seconds",
+        "entered",
         "finish",
         "guide",
         "hash_at",
@@ -41,6 +44,7 @@ class RequestState:
         "limit",
         "live",
         "next_score",
+        "pages_held",
         "place",
         "pooling",
         "postponed",
@@ -48,10 +52,13 @@ class RequestState:
         "prompt_length",
         "rank",
         "reached",
+        "release_at",
         "retained",
+        "runs",
         "sampling",
         "second_text",
         "shared",
+        "shared_border",
         "slot",
         "stop_strings",
         "stop_token_ids",
@@ -115,10 +122,19 @@ class RequestState:
         `known` still counts a token that a launched step is about to sample.
         """
         self.slot = -1
-        self.blocks: list[int] = []
+        self.blocks: list[int] = []  # in a cache of one group
+        self.runs: list[BlockRun] = []  # by group, in a cache of several
+        self.pages_held = 0
         self.capacity = 0
-        # Number of its first blocks that came from other requests, or are known to be shared
+        # Pages of its first blocks that came from other requests, or are known to be shared
         self.shared = 0
+        self.entered = -1  # the first step with its slot
+        # Least number of computed tokens with which old blocks may be freed
+        self.release_at = sys.maxsize
+        # Number of blocks up to the border where its tokens and those of cached prefixes part
+        self.branch = 0
+        # The last border that it shares with cached prefixes or waiting requests
+        self.shared_border: PrefixNode | None = None
         self.computed = 0
         self.hash_at = 0
         self.last_step = -1

@@ -24,6 +24,7 @@ held: its token does not count, and no step is planned for it, until the guide i
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
+from itertools import chain
 
 from workers.engine.guides.guide import ALL_EXCLUDED_BY_GRAMMAR, Guide
 from workers.engine.guides.guide_threads import GuideThreads
@@ -31,7 +32,7 @@ from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutpu
 from workers.engine.messages.metrics import KINDS
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.scheduling.admission import AdmissionBatching, AdmissionPolicy, PlainAdmission, choose_policy
-from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.cache import SchedulerCache
 from workers.engine.scheduling.queues import RequestQueues
 from workers.engine.scheduling.request import RequestState, refusal
 from workers.engine.scheduling.slots import SlotPool
@@ -53,7 +54,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        kv_cache: KVCache,
+        kv_cache: SchedulerCache,
         depth: int,
         *,
         vocab_size: int,
@@ -76,15 +77,14 @@ class Scheduler:
         self.max_model_len = min(max_model_len, kv_cache.max_tokens)
         self.depth = depth
         self._kv_cache = kv_cache
-        self._pool = kv_cache.pool
         self._stats = Stats()
-        self._slots = SlotPool(max_num_seqs, self._pool)
+        self._slots = SlotPool(max_num_seqs, kv_cache)
         self.admission: AdmissionPolicy = (
             choose_policy(kv_cache, max_num_seqs, self.max_model_len) if "generate" in tasks else PlainAdmission()
         )
         self._queues = RequestQueues(kv_cache, self._slots, self.admission, self._stats)
         self.step_cost = StepCost()
-        batching = AdmissionBatching(admission_batch, self._pool.num_blocks * admission_batch // max_num_seqs)
+        batching = AdmissionBatching(admission_batch, kv_cache.num_pages * admission_batch // max_num_seqs)
         self._planner = StepPlanner(
             kv_cache, self._slots, self._queues, batching, self.step_cost, live_step_seconds, whole_prompts
         )
@@ -105,6 +105,16 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._output = OutputBuilder()
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks, the null block included, if all groups had as many."""
+        return 1 + (self._kv_cache.num_pages - 1) // self._kv_cache.block_pages
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens of a block, which is that of all layers."""
+        return self._kv_cache.block_size
 
     @property
     def unfinished(self) -> int:
@@ -250,6 +260,8 @@ class Scheduler:
                 self._held.append(request)
             else:
                 request.held = guide.awaited = False
+                if request.computed >= request.release_at:  # not counted before its token was recorded
+                    self._kv_cache.free_old_blocks(request, request.computed, request.last_step)
         return self.ended() if self._output.token_ids else None
 
     def _record_postponed(
@@ -335,6 +347,8 @@ class Scheduler:
             uncounted = launched.left_out.union(request.id for request in self._held if request.postponed is not None)
             sampled = [(request, token) for request, token in sampled if request.id not in uncounted]
         self._record_tokens(sampled)
+        if self._kv_cache.frees_old_blocks:
+            self._free_old_blocks(plan, launched)
         self._report_device_seconds(launched)
         return self._flush(launched.first_entries)
 
@@ -353,6 +367,17 @@ class Scheduler:
                     continue
             add_id(request.id)
             add_token(token)
+
+    def _free_old_blocks(self, plan: StepPlan, launched: StepBuilder) -> None:
+        """Free the blocks that the requests of a retired step have left behind."""
+        ends, samples = plan.starts + plan.counts, plan.samples > 0
+        rows = chain(
+            zip(launched.sampling, ends[samples].tolist(), strict=True),
+            zip(launched.unsampled, ends[~samples].tolist(), strict=True),
+        )
+        for request, end in rows:
+            if end >= request.release_at:
+                self._kv_cache.free_old_blocks(request, end, launched.number)
 
     def ended(self) -> StepOutput | None:
         """Return the requests that ended without a step since the last output, if any."""
@@ -444,6 +469,6 @@ class Scheduler:
         stats.queue_seconds = [(each.waited, KINDS[not each.live]) for each in entered if each.arrived]
         stats.running = len(self._queues.live.running) + len(self._queues.batch.running)
         stats.waiting = len(self._requests) - stats.running
-        stats.free_blocks = self._pool.num_free
+        stats.free_blocks = self._kv_cache.pool.num_free // self._kv_cache.block_pages
         output, self._output = self._output, self._output.following()
         return output.build(self._slots.retired_step, stats)

@@ -1,11 +1,11 @@
 """Track the slots of the device, and the device time used in each."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from workers.engine.messages.step import StepPlan
-from workers.engine.scheduling.block_pool import BlockPool
+from workers.engine.scheduling.cache import SchedulerCache
 from workers.engine.scheduling.request import RequestState
 
 
@@ -15,30 +15,31 @@ class SlotPool:
     The latter are returning: they become free once the last step that uses them has been retired.
     """
 
-    def __init__(self, num_slots: int, blocks: BlockPool) -> None:
+    def __init__(self, num_slots: int, kv_cache: SchedulerCache) -> None:
         self.size = num_slots
         self.free = list(range(num_slots - 1, -1, -1))
         self.returning: list[_Returning] = []
         self.retired_step = 0
-        self._blocks = blocks
+        self._kv_cache = kv_cache
         # Not yet added to the request that last had the slot; index -1 stands for no request,
         # always 0
         self._device_seconds = np.zeros(num_slots + 1)
 
     @property
-    def returning_blocks(self) -> int:
-        return sum(len(returning.blocks) for returning in self.returning)
+    def returning_pages(self) -> int:
+        return sum(returning.pages for returning in self.returning)
 
     @property
-    def returning_own_blocks(self) -> int:
-        """Return how many returning blocks no other request uses."""
-        return sum(returning.own_blocks for returning in self.returning)
+    def returning_own_pages(self) -> int:
+        """Return how many returning pages no other request uses."""
+        return sum(returning.own_pages for returning in self.returning)
 
     def give_up(self, request: RequestState) -> None:
         """Take slot and blocks from a request."""
         self.settle(request, request.slot)
-        own_blocks = len(request.blocks) - request.shared
-        returning = _Returning(request.last_step, request.slot, request.blocks, own_blocks, request)
+        pages, own_pages = request.pages_held, request.pages_held - request.shared
+        blocks = self._kv_cache.give_up(request)
+        returning = _Returning(request.last_step, request.slot, blocks, pages, own_pages, request)
         request.leave()
         self._return(returning)
 
@@ -83,7 +84,7 @@ class SlotPool:
 
     def _free(self, returning: "_Returning") -> None:
         self.settle(returning.request, returning.slot)
-        self._blocks.free(returning.blocks, returning.request.live)
+        self._kv_cache.free(returning.blocks, returning.request.live)
         self.free.append(returning.slot)
 
 
@@ -92,6 +93,7 @@ class _Returning(NamedTuple):
 
     after: int
     slot: int
-    blocks: list[int]
-    own_blocks: int
+    blocks: list[Any]
+    pages: int
+    own_pages: int
     request: RequestState

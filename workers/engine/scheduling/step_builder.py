@@ -22,8 +22,8 @@ class SlotEntry(NamedTuple):
 class StepBuilder:
     """Collect the rows of one `StepPlan`.
 
-    `budget` is the number of tokens left, `outstanding` the blocks that unfinished prefills still
-    need; `short` means that a running request got no block. `left_out` has the requests whose
+    `budget` is the number of tokens left, `outstanding` the pages that unfinished prefills still
+    need; `short` means that a running request got no page. `left_out` has the requests whose
     samples do not count, because their masks were late.
     """
 
@@ -38,6 +38,7 @@ class StepBuilder:
     counts: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     sampling: list[RequestState] = field(default_factory=list)
+    unsampled: list[RequestState] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     scored: list[RequestState] = field(default_factory=list)
     entries: list[SlotEntry] = field(default_factory=list)

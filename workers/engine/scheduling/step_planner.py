@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Iterable
 
-from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores
+from workers.engine.messages.step import AddedRequest, PromptScores
 from workers.engine.scheduling.admission import AdmissionBatching
-from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.cache import Prefix, SchedulerCache
 from workers.engine.scheduling.live_steps import LiveStepTime, decoding, in_prompt
 from workers.engine.scheduling.queues import PriorityClass, RequestQueues
 from workers.engine.scheduling.request import RequestState
@@ -25,7 +25,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        kv_cache: KVCache,
+        kv_cache: SchedulerCache,
         slots: SlotPool,
         queues: RequestQueues,
         batching: AdmissionBatching,
@@ -88,7 +88,7 @@ class StepPlanner:
             if request.last_step == step.number:
                 continue  # it has just begun
             if not self._room(step):
-                step.outstanding += self._kv_cache.blocks_for(request.known - request.capacity)
+                step.outstanding += self._kv_cache.pages_to_finish(request)
             else:
                 self._advance_prompt(request, step)
 
@@ -138,8 +138,11 @@ class StepPlanner:
             if count > budget:
                 count = budget
             end = start + count
-            if end > request.capacity and not self._extend(request, end, step):
-                continue
+            if end > request.capacity:
+                end = self._extend(request, end, step)
+                count = end - start
+                if count <= 0:
+                    continue
             budget -= count
             if end >= request.next_score:
                 self._score(request, end, step)
@@ -154,7 +157,8 @@ class StepPlanner:
                 add_sampling(request)
             else:
                 add_samples(0)
-                step.outstanding += self._kv_cache.blocks_for(known - request.capacity)
+                step.unsampled.append(request)
+                step.outstanding += self._kv_cache.pages_to_finish(request)
             if end >= request.hash_at:
                 self._kv_cache.cache_blocks(request)
         step.budget = budget
@@ -169,17 +173,19 @@ class StepPlanner:
         step.scored.append(request)
         request.next_score = last if last < request.prompt_length else sys.maxsize
 
-    def _extend(self, request: RequestState, end: int, step: StepBuilder) -> bool:
-        """Allocate blocks for a request's first `end` tokens; return False if it must wait.
+    def _extend(self, request: RequestState, end: int, step: StepBuilder) -> int:
+        """Allocate blocks for a request's first `end` tokens; return up to where it can go on.
 
-        Requests of lower priority are preempted if necessary.
+        Requests of lower priority are preempted if it could not go on at all.
         """
-        if not self._queues.make_room(self._kv_cache.blocks_for(end - request.capacity), request, step.number):
-            step.short = True
-            return False
-        first = len(request.blocks)
-        step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
-        return True
+        kv_cache = self._kv_cache
+        end, pages = kv_cache.reach(request, end)
+        if pages:
+            if not self._queues.make_room(pages, request, step.number):
+                step.short = True
+                return request.computed
+            step.new_blocks += kv_cache.grow(request, end)
+        return end
 
     def _admit_batch(self, step: StepBuilder) -> None:
         queues = self._queues
@@ -204,18 +210,20 @@ class StepPlanner:
                 return
             if request.known > len(request.tokens) or not queues.find_slot(request, room):
                 return
-            reserve = step.outstanding + len(queues.live.running) + (0 if request.live else len(queues.batch.running))
+            rows = len(queues.live.running) + (0 if request.live else len(queues.batch.running))
+            reserve = step.outstanding + rows * self._kv_cache.block_pages
             if not request.live and reserve >= self._pool.num_free:
                 return
             # Cached tokens have no logits, so everything is computed while prompt tokens are to be
             # scored.
             prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
-            need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.count_free(prefix) + reserve
+            need = self._kv_cache.pages_to_begin(request, prefix) + reserve
             kept = queues.kept_for_batch(request)
-            if need + kept <= self._pool.num_free and (request.live or queues.has_room(request, prefix, step.number)):
+            has_pages = need + kept <= self._pool.num_free
+            if has_pages and (request.live or queues.has_room(request, prefix, step.number)):
                 self._enter(request, prefix, step)
             elif kept or not (request.live and queues.make_room(need, request, step.number)):
-                step.short = request.live and not kept and bool(self._slots.returning)
+                step.short = request.live and not kept and queues.await_pages()
                 return
 
     def _fits_whole(self, request: RequestState, room: int) -> bool:
@@ -231,7 +239,7 @@ class StepPlanner:
         self._saved_tokens += room
         return False
 
-    def _enter(self, request: RequestState, prefix: list[int], step: StepBuilder) -> None:
+    def _enter(self, request: RequestState, prefix: Prefix, step: StepBuilder) -> None:
         now = time.monotonic()
         self._queues.enter(request, prefix, step.number)
         if not request.live:
@@ -251,6 +259,5 @@ class StepPlanner:
                 request.second_text,
             )
         )
-        if prefix:
-            step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
+        step.new_blocks += self._kv_cache.held_blocks(request)
         self._advance_prompt(request, step)

@@ -197,6 +197,7 @@ def llama_config(heads: int, kv_heads: int) -> ModelConfig:
     raw: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         **LLAMA,
+        "hidden_size": 16 * heads,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
     }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.workers.engine.scheduling import timed
-from tests.workers.engine.scheduling.integrity import check_pool
+from tests.workers.engine.scheduling.integrity import check_cache
 from tests.workers.engine.scheduling.test_scheduler import make_scheduler, request, run_dry, step
 from tests.workers.engine.scheduling.timed import LIVE_STEP, TimedCall, TimedEngine, TimedStep
 from workers.engine.messages.core import EngineRequest, PoolingParams, SamplingParams
@@ -403,5 +403,5 @@ def test_a_request_with_a_row_in_the_step_is_not_preempted_for_another_in_that_s
     assert plan is not None
     assert (plan.counts.tolist(), scheduler._stats.preemptions) == ([1], 0)  # the prompt lacks a block
     scheduler.undo(plan)
-    check_pool(scheduler._pool)
+    check_cache(scheduler)
     run_dry(scheduler)

@@ -525,7 +525,7 @@ def test_a_block_that_is_never_freed_is_detected_when_idle() -> None:
     scheduler = Scheduler(1, 8, 32, kv_cache, 0, vocab_size=100, live_step_seconds=0.15)
     check_idle(scheduler)
     kv_cache.pool.allocate(1)
-    with pytest.raises(AssertionError, match="1 KV blocks are in use"):
+    with pytest.raises(AssertionError, match="1 KV pages are in use"):
         check_idle(scheduler)
 
 

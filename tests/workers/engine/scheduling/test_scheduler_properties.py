@@ -9,6 +9,7 @@ import math
 import random
 import zlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,26 +17,51 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.workers.engine.scheduling.integrity import check_idle, check_pool
+from tests.workers.engine.scheduling.integrity import check_cache, check_idle
+from workers.engine.guides.guide import Guide
+from workers.engine.guides.vocabulary import Vocabulary
+from workers.engine.messages.cache_groups import CacheGroups, CacheRule, LayerCache, group_layers
 from workers.engine.messages.core import (
     EngineRequest,
     Finish,
     LiveShare,
+    OutputGuide,
     PoolingParams,
     SamplingParams,
     Stats,
     StepOutput,
     TokenLogprobs,
 )
-from workers.engine.messages.step import PromptScores, StepPlan, StepResult
+from workers.engine.messages.step import NOT_FINITE, PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.admission import PlainAdmission
+from workers.engine.scheduling.hybrid_cache import HybridKVCache, make_cache
 from workers.engine.scheduling.kv_cache import KVCache, hash_block
 from workers.engine.scheduling.live_steps import ONE_PROMPT, live_steps_for
 from workers.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 11
 EOS = 7
+
+
+def _window(tokens: int, token_bytes: int = 2) -> LayerCache:
+    return LayerCache(CacheRule(tokens), token_bytes, (token_bytes,))
+
+
 SHARES = [None, LiveShare("a", "1"), LiveShare("a", "2"), LiveShare("b", "3", 3.0), LiveShare("c", "4", 0.3)]
+ALL = LayerCache(CacheRule(), 2, (2,))
+MODELS: dict[str, list[LayerCache | None]] = {
+    "one group": [ALL],
+    "a window everywhere": [_window(3)],
+    "local and global": [*[_window(5)] * 3, ALL],
+    "a window of one token": [_window(1), ALL],
+    "two windows": [_window(2), _window(9), ALL, ALL],
+    "longer blocks in the window": [*[_window(4, 1)] * 2, ALL],
+    "longer blocks beside the window": [_window(6, 4), _window(6, 4), ALL, ALL],
+    "two shapes that keep all": [ALL, ALL, LayerCache(CacheRule(), 2, (3,))],
+    "chunks": [LayerCache(CacheRule(chunk=6), 2, (2,)), ALL],
+    "chunks everywhere": [LayerCache(CacheRule(chunk=5), 2, (2,))],
+}
+_TAG = 100  # more than all tokens: what a page holds is told apart by column
 
 
 def next_token(context: list[int]) -> int:
@@ -100,28 +126,42 @@ class Setup:
     depth: int
     prefix_caching: bool
     admission_batch: int = 1
-    failures: int = 0  # seed of the steps that cannot be launched; 0: all can
+    failures: int = 0  # seed of steps that cannot be launched, late masks and NaN; 0: none
     live_step: float = 0.15  # seconds, of a device that takes about a millisecond for a token
     # Requests come in without a look at how long they get, so that more are preempted
     crowded: bool = False
     # All requests pool, each in one step as those of a bidirectional model
     pools: bool = False
     whole: bool = False
+    model: str = "one group"
+
+    @property
+    def groups(self) -> CacheGroups:
+        return group_layers(MODELS[self.model], self.block_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Return fewer pages for each block of a model with many, so that some are scarce."""
+        of_block = sum(group.pages for group in self.groups.groups)
+        return 1 + max(of_block, (self.num_blocks - 1) * (1 + of_block) // 2)
 
 
 class TokenDevice:
-    """Token table and block table by slot, and per block the token ids that a real cache would hold
+    """Token table and block tables by slot, and per page the token ids that a real cache would hold
     the keys and values of.
     """
 
     def __init__(self, setup: Setup) -> None:
-        self.size, self.max_model_len = setup.block_size, setup.max_model_len
+        self.groups, self.max_model_len = setup.groups, setup.max_model_len
         self.pools, self.whole = setup.pools, setup.whole
-        self.cache = np.full((setup.num_blocks, setup.block_size), -1)
+        self.cache = np.full((setup.num_pages, self.groups.grid), -1)
         self.tokens: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
-        self.tables: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
+        # By slot and group: the pages of each block, and the first block
+        self.tables: list[list[list[list[int]]]] = [[] for _ in range(setup.max_num_seqs)]
+        self.firsts: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
         self.asking: list[SamplingParams] = [SamplingParams(0)] * setup.max_num_seqs
-        self.unretired: deque[list[tuple[int, tuple[int, ...]]]] = deque()
+        self.unretired: deque[list[tuple[int, set[int]]]] = deque()  # by row: slot, and pages that it uses
+        self.again: dict[int, int] = {}  # by slot, the token that is computed again after its sample was left out
 
     def launch(self, plan: StepPlan) -> StepResult:
         self._take_in(plan)
@@ -134,9 +174,8 @@ class TokenDevice:
             assert start + count < self.max_model_len + self.pools, (
                 "a token was computed that leaves no place for the one it samples"
             )
-            for position in range(start, start + count):
-                self.cache[self.tables[slot][position // self.size], position % self.size] = self.tokens[slot][position]
-        self.unretired.append([(slot, tuple(self.tables[slot])) for slot, *_ in rows])
+            self._write(slot, start, count, self.tokens[slot])
+        self.unretired.append([(slot, self._read(slot, start, count)) for slot, start, count, _ in rows])
         scores = [self._score(rows[scores.row], scores) for scores in plan.prompt_scores]
         if self.whole:
             assert all(start == 0 and samples for _, start, _, samples in rows), "a text was cut"
@@ -163,9 +202,18 @@ class TokenDevice:
         )
         self._check_writers(rows)
         for slot, start, count, _ in rows:
-            for position in range(start, start + count):
-                self.cache[self.tables[slot][position // self.size], position % self.size] = -2
-            del self.tables[slot][-(-start // self.size) :]
+            self._write(slot, start, count, [-2] * (start + count))
+            for table, first in zip(self.tables[slot], self.firsts[slot], strict=True):
+                del table[max(0, -(-start // self.groups.grid) - first) :]
+
+    def leave_out(self, slot: int) -> None:
+        """Drop the last token of a slot, which the step launched last has sampled.
+
+        So it does not matter what the row reads.
+        """
+        self.tokens[slot].pop()
+        self.unretired[-1] = [(other, pages) for other, pages in self.unretired[-1] if other != slot]
+        self.again[slot] = len(self.tokens[slot]) - 1
 
     def retire(self) -> None:
         self.unretired.popleft()
@@ -174,24 +222,53 @@ class TokenDevice:
         busy = {slot for step in self.unretired for slot, _ in step}
         for added in plan.added:
             assert added.slot not in busy, "a slot was filled again before the step that used it was retired"
-            self.tokens[added.slot], self.tables[added.slot] = list(added.token_ids), []
+            self.again.pop(added.slot, None)
+            self.tokens[added.slot] = list(added.token_ids)
+            self.tables[added.slot] = [[] for _ in self.groups.groups]
+            self.firsts[added.slot] = [0] * len(self.groups.groups)
             self.asking[added.slot] = added.sampling
         for new in plan.new_blocks:
-            table = self.tables[new.slot]
-            assert new.first == len(table)
-            assert 0 not in new.block_ids, "the null block was handed out"
-            table += new.block_ids
+            table, pages = self.tables[new.slot][new.group], self.groups.groups[new.group].pages
+            if not table:
+                self.firsts[new.slot][new.group] = new.first
+            assert new.first == self.firsts[new.slot][new.group] + len(table)
+            assert 0 not in new.block_ids, "the null page was handed out"
+            table += [new.block_ids[at : at + pages] for at in range(0, len(new.block_ids), pages)]
+
+    def _places(self, slot: int, group: int, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield each of the tokens, by column of the group, with its page and its place there."""
+        size, grid, table = self.groups.groups[group].block_size, self.groups.grid, self.tables[slot][group]
+        for position in range(start, end):
+            pages = table[position // grid - self.firsts[slot][group]]
+            for column in range(self.groups.groups[group].columns):
+                yield position, column, pages[column * (grid // size) + position % grid // size], position % size
+
+    def _write(self, slot: int, start: int, count: int, tokens: list[int]) -> None:
+        for group in range(len(self.groups.groups)):
+            for position, column, page, offset in self._places(slot, group, start, start + count):
+                self.cache[page, offset] = tokens[position] + _TAG * (10 * group + column)
+
+    def _read(self, slot: int, start: int, count: int) -> set[int]:
+        """Check what a row reads; return the pages."""
+        read = set()
+        for group, each in enumerate(self.groups.groups):
+            for position, column, page, offset in self._places(slot, group, each.rule.first_read(start), start + count):
+                expected = self.tokens[slot][position] + _TAG * (10 * group + column)
+                assert self.cache[page, offset] == expected, "the slot's blocks hold other tokens than its own"
+                read.add(page)
+        return read
 
     def _check_writers(self, rows: list[tuple[int, int, int, bool]]) -> None:
         written: dict[int, int] = {}
         for slot, start, count, _ in rows:
-            for position in range(start, start + count):
-                block = self.tables[slot][position // self.size]
-                assert written.setdefault(block, slot) == slot, "two rows write one block in one step"
+            for group in range(len(self.groups.groups)):
+                for position, _, page, _ in self._places(slot, group, start, start + count):
+                    if position != self.again.get(slot):
+                        assert written.setdefault(page, slot) == slot, "two rows write one block in one step"
         for step in self.unretired:
-            for slot, table in step:
-                for block in table:
-                    assert written.get(block, slot) == slot, (
+            for slot, pages in step:
+                for page in pages:
+                    assert written.get(page, slot) == slot, (
                         "a block was handed on before the step that used it was retired"
                     )
 
@@ -204,11 +281,8 @@ class TokenDevice:
         return [score(self.tokens[slot][position], position) for position in range(scores.first, scores.last)]
 
     def _context(self, slot: int, end: int) -> list[int]:
-        table = self.tables[slot]
-        context = [int(self.cache[table[position // self.size], position % self.size]) for position in range(end)]
-        assert context == self.tokens[slot][:end], "the slot's blocks hold other tokens than its own"
         assert len(self.tokens[slot]) == end, "a row sampled before its last known token"
-        return context
+        return self.tokens[slot]
 
     def _sample(self, slot: int, end: int) -> int:
         context = self._context(slot, end)
@@ -225,10 +299,17 @@ class ScheduledRun:
     got: dict[int, list[int]] = field(default_factory=dict)
     finish: dict[int, Finish] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    spoiled: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.kv_cache = KVCache(setup.num_blocks, setup.block_size, setup.prefix_caching and not setup.whole)
+        self.kv_cache = make_cache(
+            setup.groups,
+            setup.num_pages,
+            (setup.depth + 1) * setup.budget,
+            enable_prefix_caching=setup.prefix_caching and not setup.whole,
+            whole_prompts=setup.whole,
+        )
         self.scheduler = Scheduler(
             setup.max_num_seqs,
             setup.budget,
@@ -261,18 +342,25 @@ class ScheduledRun:
             assert turn < last + limit, "a request starves"
             self._arrivals(turn)
             turn += 1
-            limit_of_step = self._time_limit()
+            self._go_on()
+            limit_of_step, before = self._time_limit(), self._states()
             plan = self.scheduler.schedule()
             if plan is not None and self.setup.failures and self.chance.random() < 0.3:
                 self._fail(plan)
+                after = self._states()
+                assert all(after[number] == state for number, state in before.items() if number in after)
                 continue
             if plan is not None:
                 alone = self.setup.whole and len(plan.counts) == 1
                 assert 0 < plan.counts.sum() <= (self.setup.max_model_len if alone else self.setup.budget)
                 if not alone:
                     self._check_time(plan, limit_of_step)
-                launched.append((plan, self.device.launch(plan)))
+                left_out = self._leave_out(plan)
+                launched.append((plan, self._spoil(self.device.launch(plan), plan)))
+                for slot in left_out:
+                    self.device.leave_out(slot)
                 self._check_cached_content()
+                self._check_pages_in_use()
             assert plan is not None or launched or not self.scheduler.unfinished, "requests are left and nothing moves"
             if launched and (plan is None or len(launched) > self.setup.depth):
                 self.device.retire()
@@ -281,8 +369,57 @@ class ScheduledRun:
                 )
                 self._take(self.scheduler.update(*launched.popleft()))
             self._take(self.scheduler.ended())
-            check_pool(self.kv_cache.pool)
+            check_cache(self.scheduler)
+            self._check_pages_in_use()
         check_idle(self.scheduler)
+
+    def _leave_out(self, plan: StepPlan) -> list[int]:
+        """Take samples back whose masks are late; return their slots."""
+        late = []
+        for request in self.scheduler._launched[-1].sampling:
+            if self.setup.failures and not self.setup.pools and self.chance.random() < 0.1:
+                late.append(Guide(OutputGuide(), Vocabulary([], VOCAB), None, []))
+                late[-1].ready = True
+                request.guide = late[-1]
+                self.scheduler._guided += 1
+        self.scheduler.leave_out(late)
+        return [request.slot for request in self.scheduler._launched[-1].sampling if request.guide in late]
+
+    def _go_on(self) -> None:
+        """Let the requests whose samples were left out compute their last token again."""
+        assert self.scheduler.release_held() is None
+        for request in list(self.scheduler._requests.values()):
+            if not request.held:
+                self.scheduler._drop_guide(request)
+
+    def _spoil(self, result: StepResult, plan: StepPlan) -> StepResult:
+        """Let the numbers of a row be not finite, and with them its keys and values."""
+        sampling = self.scheduler._launched[-1].sampling
+        for index in range(len(result.tokens)):
+            if self.setup.failures and sampling[index].guide is None and self.chance.random() < 0.02:
+                result.tokens[index] = NOT_FINITE
+                self.spoiled.add(sampling[index].id)
+        return result
+
+    def _states(self) -> dict[int, tuple[object, ...]]:
+        """Return what undoing a step must restore of each running request."""
+        states = {}
+        for request in self.scheduler._queues.running:
+            blocks = -(-request.computed // self.kv_cache.block_size)
+            runs = [(run.first, run.blocks[: blocks - run.first]) for run in request.runs]
+            states[request.id] = (request.slot, request.computed, request.known, request.blocks[:blocks], runs)
+        return states
+
+    def _check_pages_in_use(self) -> None:
+        read = {page for step in self.device.unretired for _, pages in step for page in pages}
+        kv_cache = self.kv_cache
+        if isinstance(kv_cache, KVCache):
+            free = {block for block in range(1, kv_cache.num_pages) if not kv_cache.pool.ref_counts[block]}
+        else:
+            assert isinstance(kv_cache, HybridKVCache)
+            cached = [block for node in kv_cache.tree.nodes.values() for block in node.blocks if block is not None]
+            free = {page for block in cached if not block.users for page in block.pages}.union(kv_cache.pool.unused)
+        assert free.isdisjoint(read), "a page was freed that a launched step reads"
 
     def _seconds(self, plan: StepPlan) -> float:
         pairs = plan.counts @ (plan.starts + plan.counts / 2)
@@ -320,7 +457,7 @@ class ScheduledRun:
         self.device.fail(plan)
         self.scheduler.undo(plan)
         self.scheduler.token_budget = self.chance.randint(1, self.setup.budget)
-        check_pool(self.kv_cache.pool)
+        check_cache(self.scheduler)
         self._check_cached_content()
 
     def _arrivals(self, turn: int) -> None:
@@ -379,7 +516,7 @@ class ScheduledRun:
         assert output.prompt_logprobs.get(number) == (whole if first else None)
 
     def _expected_content(self) -> dict[bytes, list[int]]:
-        content, size = {}, self.setup.block_size
+        content, size = {}, self.setup.groups.grid
         for case, (answer, _) in zip(self.cases, self.answers, strict=True):
             tokens, name = [*case.prompt, *answer], b""
             for end in range(size, len(tokens) + 1, size):
@@ -388,10 +525,24 @@ class ScheduledRun:
         return content
 
     def _check_cached_content(self) -> None:
-        for name, block in self.kv_cache.pool.cached.items():
-            assert self.device.cache[block].tolist() == self.content[name], (
-                "a cached block holds other tokens than its hash says"
-            )
+        for name, group, pages in self._cached():
+            size = self.device.groups.groups[group].block_size
+            for index, page in enumerate(pages):
+                column, part = divmod(index, self.device.groups.grid // size)
+                held = self.device.cache[page, :size] - _TAG * (10 * group + column)
+                assert held.tolist() == self.content[name][part * size : (part + 1) * size], (
+                    "a cached block holds other tokens than its hash says"
+                )
+
+    def _cached(self) -> Iterator[tuple[bytes, int, list[int]]]:
+        """Yield each cached block: its hash, group and pages."""
+        if isinstance(self.kv_cache, KVCache):
+            yield from ((name, 0, [block]) for name, block in self.kv_cache.pool.cached.items())
+        elif isinstance(self.kv_cache, HybridKVCache):
+            for name, node in self.kv_cache.tree.nodes.items():
+                for block in (*node.blocks, *node.copies):
+                    if block is not None:
+                        yield name, block.group, block.pages
 
 
 SETUPS = st.builds(
@@ -407,6 +558,7 @@ SETUPS = st.builds(
     failures=st.sampled_from([0, 0, 1, 2, 3, 4, 5]),
     live_step=st.sampled_from([0.15, 0.02, 0.01, 0.006]),
     crowded=st.booleans(),
+    model=st.sampled_from(list(MODELS)),
 )
 POOLING_SETUPS = st.builds(
     lambda setup, whole: replace(setup, pools=True, whole=whole, crowded=False), SETUPS, st.booleans()
@@ -444,6 +596,9 @@ def check(setup: Setup, cases: list[ScheduledCase]) -> ScheduledRun:
             assert run.finish[number] is Finish.ERROR
         elif run.finish[number] is Finish.ABORT:
             assert case.aborted is not None
+            assert run.got[number] == answer[: len(run.got[number])]
+        elif run.finish[number] is Finish.NOT_FINITE:
+            assert number in run.spoiled
             assert run.got[number] == answer[: len(run.got[number])]
         else:
             assert (run.got[number], run.finish[number]) == (answer, finish)
@@ -483,6 +638,7 @@ def random_setup(draw: random.Random) -> Setup:
         failures=draw.choice([0, draw.randrange(1, 1000)]),
         live_step=draw.choice([0.15, 0.02, 0.01, 0.006]),
         crowded=draw.random() < 0.5,
+        model=draw.choice(list(MODELS)),
     )
 
 
