@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 
 _MTP = re.compile(r"(^|\.)mtp[._]")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# Buffers in old checkpoints; they follow from the configuration.
-_DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+# Buffers in old checkpoints, which follow from the configuration, and the constants of xIELU
+_DERIVED = (
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+    *(".act_fn.beta", ".act_fn.eps"),
+)
 
 
 def load_weights(

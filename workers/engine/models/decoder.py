@@ -22,12 +22,11 @@ from workers.engine.layers.base import (
     RowNorm,
 )
 from workers.engine.layers.heads import HeadRows, rotary_order, separate
-from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel
+from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel, load_xielu
 from workers.engine.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm, RowRMSNorm, UnweightedNorm
 from workers.engine.layers.parallel import Shard
 from workers.engine.layers.rotary import NoRotation, Rotary
 from workers.engine.layers.weights import Weights
-from workers.engine.layers.xielu import XIELU
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel, load_tables
 from workers.engine.models.config import Json, ModelConfig, check_heads, optional, require, rope_config
@@ -250,7 +249,7 @@ class _LayerLoader:
         if variant.gated:
             first = load_gated(weights, gate, up, hidden, width, bias, config.activation)
         elif config.activation == "xielu":
-            first = XIELU(load_fused(weights, [up], hidden, [width], bias), weights, f"{self._name}.mlp.act_fn")
+            first = load_xielu(weights, up, f"{self._name}.mlp.act_fn", hidden, width, bias)
         else:
             first = load_fused(weights, [up], hidden, [width], bias, activation=config.activation)
         return MlpPart(first, load_row_parallel(weights, down, width, hidden, bias))

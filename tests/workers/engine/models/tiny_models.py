@@ -356,7 +356,12 @@ MODELS = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
         },
     ),
-    "apertus": TinyModel(1, 0.22, "ApertusConfig", _SHAPE | {"head_dim": 32}),
+    "apertus": TinyModel(
+        291,
+        0.3,
+        "ApertusConfig",
+        _SHAPE | {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
     "jais2": TinyModel(1, 0.22, "Jais2Config", _SHAPE),
 }
 FAMILIES = ("gemma3", "gpt2", "llama", "mistral", "qwen2", "qwen3")
