@@ -24,7 +24,7 @@ def runner() -> ModelRunner:
     limits = {"max_model_len": 224, "max_num_seqs": 4, "block_size": BLOCK, "threads": 1}
     config = resolved("llama", **limits, **CPU.settings())
     model = load_model(str(folder("llama")), "float32", torch.device("cpu"))
-    return ModelRunner(config, find_backend(config.attention_backend), model, num_blocks=64)
+    return ModelRunner(config, find_backend(config.attention_backend), model, num_pages=64)
 
 
 def plan(
