@@ -48,9 +48,10 @@ class HybridKVCache:
     one: the border of the tokens that are computed for certain, so that it can go on from there
     after a step was undone, after a preemption, or in a follow-up.
 
-    Anchors (`prefix_tree.py`) are the last border of a prompt and of a request that leaves, a border
-    that was hit, and one where prompts part: a waiting request has the same tokens up to there, or
-    the request itself has more in common with a cached prefix than the border that it began from.
+    Anchors (`prefix_tree.py`) are the last border of a prompt and of a request that leaves, a
+    border that was hit, and one where prompts part: a waiting request has the same tokens up to
+    there, or the request itself has more in common with a cached prefix than the border that it
+    began from.
     """
 
     def __init__(
@@ -157,9 +158,10 @@ class HybridKVCache:
         if not self._attach(request, first, full):
             request.hash_at = sys.maxsize
             return
-        kept = request.branch, (request.prompt_length - 1) // size
         for depth in range(first + 1, full + 1):
-            if depth in kept or self.tree.parts(request.block_hashes, depth):
+            if depth == (request.prompt_length - 1) // size:
+                self.tree.add_anchor(request.block_hashes, depth, request.live)
+            if depth == request.branch or self.tree.parts(request.block_hashes, depth):
                 anchor = self.tree.add_anchor(request.block_hashes, depth, request.live)
                 request.shared_border = anchor or request.shared_border
 

@@ -188,12 +188,13 @@ class KernelStep:
         {"group": 2, "dtype": torch.bfloat16},
         {"group": 7, "dim": 80, "block_size": 32, "kv_heads": 1},
         {"group": 1, "dim": 128, "block_size": 8, "pattern": AttentionPattern(window=50)},
+        {"group": 1, "block_size": 32, "pattern": AttentionPattern(window=3)},  # whose block is not full
         {"group": 2, "dim": 80, "dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn},
         {"group": 3, "pattern": AttentionPattern(chunk=50)},
         {"group": 3, "kv_heads": 1, "soft_cap": 1.2},
         {"group": 3, "with_sinks": True},
     ],
-    ids=["group-2-bf16", "group-7-of-80", "window", "fp8", "chunk", "cap", "sinks"],
+    ids=["group-2-bf16", "group-7-of-80", "window", "window-in-a-block", "fp8", "chunk", "cap", "sinks"],
 )
 def test_equals_the_formula(shape: dict[str, object], rows: Rows) -> None:
     KernelStep(rows, **shape).check()

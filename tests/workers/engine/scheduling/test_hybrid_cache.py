@@ -173,11 +173,11 @@ def test_batch_anchors_are_evicted_before_live_ones_and_both_before_the_one_a_re
     run = HybridRun(seqs=1)
     for number, live in ((1, False), (2, True), (3, False)):
         run.ask(own(number, number + 2), live=live)
-    assert run.anchors() == [3, 5, 4]
+    assert run.anchors() == [2, 3, 4, 5, 3, 4]  # the end of each prompt, and of each request
     run.add(own(9, 3), 30)
     run.step()
     run.add([*own(1, 3), 5])
-    assert run.anchors() == [5, 4, 3]
+    assert run.anchors() == [2, 4, 5, 2, 3, 4, 3]
     run.to_the_end()
 
 
