@@ -48,9 +48,10 @@ class HybridKVCache:
     one: the border of the tokens that are computed for certain, so that it can go on from there
     after a step was undone, after a preemption, or in a follow-up.
 
-    Anchors (`prefix_tree.py`) are the last border of a prompt and of a request that leaves, a border
-    that was hit, and one where prompts part: a waiting request has the same tokens up to there, or
-    the request itself has more in common with a cached prefix than the border that it began from.
+    Anchors (`prefix_tree.py`) are the last border of a prompt and of a request that leaves, a
+    border that was hit, and one where prompts part: a waiting request has the same tokens up to
+    there, or the request itself has more in common with a cached prefix than the border that it
+    began from.
     """
 
     def __init__(
