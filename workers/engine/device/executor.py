@@ -17,7 +17,6 @@ from workers.engine.device.pooling_runner import PoolingRunner
 from workers.engine.device.rank import Rank, open_shard
 from workers.engine.device.ranks import OnDeath, Ranks, end_likewise
 from workers.engine.device.resolve import resolve
-from workers.engine.messages.cache_groups import CacheGroups, CacheRule, LayerCache, group_layers
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
 from workers.engine.native.cache_memory import CacheMemory
@@ -72,10 +71,6 @@ class Executor:
     def gpus(self) -> list[str]:
         """Return the host's names of the replica's GPUs; none on a CPU."""
         return self._gpus.names
-
-    @property
-    def cache_groups(self) -> CacheGroups:
-        return group_layers([LayerCache(CacheRule(), 1, ())], self.config.block_size)
 
     @property
     def vocab_size(self) -> int:

@@ -216,7 +216,7 @@ class _LayerLoader:
         config, variant, weights, size = self._config, self._variant, self._weights, self._shape.head_dim
         name, order = f"{self._name}.{name}", self._order()
         if variant.own_head_norms:
-            names = [name.format(head) for head in range(heads.total)] if "{}" in name else [name]
+            names = [name.format(head) for head in range(heads.total)] if "{}" in name else name
             return HeadLayerNorm(weights, names, heads, size, config.norm_eps, order)
         if not variant.head_norm:
             return None

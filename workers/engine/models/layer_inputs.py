@@ -22,7 +22,9 @@ class LayerInputs:
 
     def __init__(self, weights: Weights, config: ModelConfig, vocab_size: int, size: int) -> None:
         layers, self._size = len(config.layers), size
-        self._table = weights.ops.table(weights.take("*.embed_tokens_per_layer.weight", (vocab_size, layers * size)))
+        self._table = weights.ops.table(
+            weights.take_table("*.embed_tokens_per_layer.weight", vocab_size, layers * size)
+        )
         self._factor = float(torch.tensor(size**0.5, dtype=weights.dtype))
         rows = [Shard(0, layers * size, layers * size)]
         self._projection = load_fused(weights, ["*.per_layer_model_projection"], config.hidden_size, rows, False)

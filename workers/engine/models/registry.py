@@ -152,8 +152,9 @@ def pooling_code() -> list[str]:
 
 
 def _stem(name: str) -> str:
-    """Return an architecture's name without its head."""
-    return next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
+    """Return an architecture's name without its head, and without the mark of a text model."""
+    stem = next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
+    return stem.removesuffix("Text")
 
 
 def find_family(raw: Json, model_impl: str) -> Family | None:
