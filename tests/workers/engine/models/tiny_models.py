@@ -334,7 +334,6 @@ MODELS = {
         },
     ),
     "phi": TinyModel(6, 0.3, "PhiConfig", _SHAPE),
-    "phi-head-norms": TinyModel(1, 0.3, "PhiConfig", _SHAPE | {"qk_layernorm": True, "num_hidden_layers": 6}),
     "stablelm": TinyModel(2, 0.22, "StableLmConfig", _SHAPE | {"use_qkv_bias": True}),
     "stablelm-parallel": TinyModel(2, 0.22, "StableLmConfig", _SHAPE | {"use_parallel_residual": True}),
     "stablelm-head-norms": TinyModel(4, 0.22, "StableLmConfig", _SHAPE | {"qk_layernorm": True}),
