@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.workers.engine.loading import load_model
-from tests.workers.engine.models.tiny_models import MODELS, folder, make
+from tests.workers.engine.models.tiny_models import EACH_MODEL, MODELS, folder, make
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import CachedLayer, StepAttention
 from workers.engine.attention.reference import TorchAttention
@@ -56,7 +56,7 @@ def logits(model: DecoderModel) -> Tensor:
         return model.logits(model.forward(ids, positions, positions + 1, attend))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_sharded_files_load_the_same(name: str, tmp_path: Path) -> None:
     make(MODELS[name]).save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

@@ -10,7 +10,7 @@ import torch
 from tests.workers.engine import driving
 from tests.workers.engine.checkpoint.quantizing import write
 from tests.workers.engine.checkpoint.test_quantized_checkpoint import CASES
-from tests.workers.engine.models.tiny_models import MODELS, VOCAB, folder
+from tests.workers.engine.models.tiny_models import EACH_MODEL, MODELS, VOCAB, folder
 from tests.workers.engine.models.tiny_pooling_models import CLASSIFIERS, EMBEDDERS, pooling_folder
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.checkpoint.weight_size import weight_bytes
@@ -35,7 +35,7 @@ def sizes(checkpoint: Path, **settings: Any) -> list[int]:
     return [weight_bytes(each, torch.bfloat16, **settings) for each in found]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", [*EACH_MODEL, *EMBEDDERS, *CLASSIFIERS])
 def test_they_are_as_many_as_the_checkpoints(name: str) -> None:
     size, random = sizes(FOLDERS[name](name))
     assert random == size
