@@ -33,7 +33,7 @@ def described(info: Ready) -> str:
     weights = f" with weights in {info.quantization}" if info.quantization else ""
     return (
         f"on {info.device}, computes in {info.dtype}{weights}; {info.max_num_seqs} requests at once, context of"
-        f" {info.max_model_len:,} tokens, KV cache of {info.num_blocks * info.block_size:,} tokens in"
+        f" {info.max_model_len:,} tokens, KV cache of {info.cache_tokens:,} tokens in"
         f" {info.cache_dtype}"
     )
 

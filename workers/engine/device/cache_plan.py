@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from workers.engine.device.memory import GpuMemory, gib
-from workers.engine.messages.cache_groups import CacheGroup, CacheGroups, group_layers
+from workers.engine.messages.cache_groups import CHUNK_TOKENS, CacheGroups, group_layers
 from workers.engine.messages.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, available_cpus
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.messages.resolved_config import ResolvedConfig
@@ -31,9 +31,9 @@ def plan_cache(
     length, groups = config.max_model_len, cache_groups(model, dtype, config.block_size)
     num_pages = min(budget // groups.page_bytes, _most_pages(config, model, groups))
     blocks = range(1, -(-length // groups.grid) + 1)
-    fits = groups.grid * bisect_right(blocks, num_pages - 1, key=lambda block: _request_pages(config, groups, block))
+    fits = groups.grid * bisect_right(blocks, num_pages - 1, key=groups.request_pages)
     if fits < 1 or (length > fits and not config.may_shorten):
-        raise ModelLoadError(_does_not_fit(config, length, groups, budget, memory))
+        raise ModelLoadError(_does_not_fit(length, groups, budget, memory))
     if length > fits:
         logger.warning("shortened the context from %d to %d tokens to fit the KV cache", length, fits)
         length = fits
@@ -57,25 +57,8 @@ def _most_pages(config: ResolvedConfig, model: ModelConfig, groups: CacheGroups)
     return 1 + blocks * sum(group.pages for group in groups.groups)
 
 
-def _request_pages(config: ResolvedConfig, groups: CacheGroups, blocks: int) -> int:
-    """Return the most pages that a request of so many blocks uses at a time."""
-    return sum(group.pages * min(blocks, _most_blocks(config, groups, group)) for group in groups.groups)
-
-
-def _most_blocks(config: ResolvedConfig, groups: CacheGroups, group: CacheGroup) -> int:
-    """Return the most blocks of a group that a request uses: the earlier tokens that it may need
-    again, those of steps in flight, and the ends of blocks.
-    """
-    if group.rule.keeps_all:
-        return sys.maxsize
-    kept = (group.rule.window or 0) + (group.rule.chunk or 0)
-    return -(-(kept + (config.depth + 1) * config.max_num_batched_tokens) // groups.grid) + 2
-
-
-def _does_not_fit(
-    config: ResolvedConfig, length: int, groups: CacheGroups, budget: int, memory: GpuMemory | None
-) -> str:
-    needed, page = _bytes_for(config, groups, length), groups.page_bytes
+def _does_not_fit(length: int, groups: CacheGroups, budget: int, memory: GpuMemory | None) -> str:
+    needed, page = _bytes_for(groups, length), groups.page_bytes
     parts = f"{page} for each block of {groups.grid} tokens" if len(groups.groups) == 1 else f"in pages of {page}"
     wanted = f"a context of {length} tokens needs a KV cache of {needed} bytes, {parts}"
     if memory is None:
@@ -93,9 +76,9 @@ def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
     return groups.page_bytes * sum(group.pages for group in groups.groups)
 
 
-def _bytes_for(config: ResolvedConfig, groups: CacheGroups, length: int, requests: int = 1) -> int:
-    """Return the bytes of a cache for so many requests of `length` tokens at a time."""
-    return (requests * _request_pages(config, groups, -(-length // groups.grid)) + 1) * groups.page_bytes
+def _bytes_for(groups: CacheGroups, length: int) -> int:
+    """Return the bytes of a cache for one request of `length` tokens."""
+    return (groups.request_pages(-(-length // groups.grid)) + 1) * groups.page_bytes
 
 
 def cpu_cache_bytes(
@@ -125,10 +108,11 @@ def cpu_cache_bytes(
     if asked is not None:
         return asked
     groups = cache_groups(model, dtype, config.block_size)
-    longest = _bytes_for(config, groups, config.max_model_len, config.max_num_seqs)
+    blocks, in_flight = (-(-tokens // groups.grid) for tokens in (config.max_model_len, CHUNK_TOKENS))
+    longest = (config.max_num_seqs * groups.request_pages(blocks, in_flight) + 1) * groups.page_bytes
     if available is None:
         return min(CPU_CACHE_BYTES, longest)
-    free, least = available - weights, 0 if config.may_shorten else _bytes_for(config, groups, config.max_model_len)
+    free, least = available - weights, 0 if config.may_shorten else _bytes_for(groups, config.max_model_len)
     share = int(CPU_CACHE_SHARE * _part_of_cpus(config) * free) >> 30 << 30
     return min(longest, free, max(CPU_CACHE_BYTES, share, least))
 

@@ -50,7 +50,7 @@ class Executor:
             undo.callback(self._ranks.close)
             self._rank = Rank(resolved, checkpoint)
             with self._ranks.heard_first():
-                self.config, self.num_blocks = self._rank.settle(self._ranks.join(resolved, self._rank.device))
+                self.config, self.num_pages = self._rank.settle(self._ranks.join(resolved, self._rank.device))
             self._undo = undo.pop_all()
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
         self.weights_seconds = self._rank.weights_seconds
@@ -83,11 +83,12 @@ class Executor:
     def _cache_memory(self) -> CacheMemory | None:
         """Return an object that populates pages ahead of their use, or None.
 
-        It is None in three cases: the cache has its memory from the start; prefix caching is off,
-        so that freed pages are reused first; there are several ranks.
+        It is None in three cases: the cache has its memory from the start; freed pages are reused
+        first, as without prefix caching and in windows; there are several ranks.
         """
         lazy = self.runner.layers[0].attention.lazy_cache
-        if not (lazy and self.config.enable_prefix_caching and self.config.tensor_parallel_size == 1):
+        reused = any(not group.rule.keeps_all for group in self.cache_groups.groups)
+        if reused or not (lazy and self.config.enable_prefix_caching and self.config.tensor_parallel_size == 1):
             return None
         return CacheMemory(self.runner.pages, available_memory)
 

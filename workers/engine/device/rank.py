@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -69,8 +70,8 @@ class Rank:
                 "--kv-cache-dtype fp8 needs the engine's own kernels on an NVIDIA GPU of compute capability 8.9 or"
                 f" newer, and this is the {self._backend.name} backend on {self.device}; leave it at auto"
             )
-        self._checkpoint = checkpoint
-        self.model_config: ModelConfig = checkpoint.config
+        self._checkpoint = replace(checkpoint, config=checkpoint.config.within(config.max_model_len))
+        self.model_config: ModelConfig = self._checkpoint.config
         self._model: DecoderModel | PoolingModel
         self._memory: GpuMemory | None = None
         self.runner: ModelRunner | PoolingRunner
@@ -154,7 +155,9 @@ class Rank:
             ops = Int8Ops(ops)
         if checkpoint.config.pooling is not None:
             return load_pooling_model(checkpoint, self.dtype, self.device, max_model_len, ops)
-        return load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel)
+        model = load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel)
+        model.config = model.config.within(max_model_len)  # a class of transformers has windows by its masks
+        return model
 
     def allocate(self, config: ResolvedConfig, num_pages: int) -> None:
         """Allocate a cache of `num_pages` pages; `config` has a `max_model_len` that fits."""

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _Kind = tuple["CacheRule", tuple[int, ...]]  # a rule and a shape
+
+CHUNK_TOKENS = 2048
+"""The tokens in launched steps of one request for which windows have pages beside their own.
+
+A longer chunk needs as many more, and is cut to the free ones.
+"""
 
 _MOST_PADDING = 0.05  # of all layers, and of a group that keeps all tokens
 
@@ -53,6 +60,11 @@ class CacheGroup:
     columns: int
     pages: int  # of one block of the grid, in all columns
 
+    def most_blocks(self, grid: int) -> int:
+        """Return the most blocks of the grid that hold what one token reads."""
+        tokens = self.rule.window or self.rule.chunk
+        return sys.maxsize if tokens is None else 1 + math.ceil((tokens - 1) / grid)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
@@ -84,6 +96,14 @@ class CacheGroups:
                 places[layer] = first + column, place
             first += group.columns
         return places
+
+    def request_pages(self, blocks: int, in_flight: int = 0) -> int:
+        """Return the most pages of a request of so many blocks.
+
+        Windows keep the blocks of launched steps, `in_flight`, too; a request that is alone goes on
+        block by block.
+        """
+        return sum(group.pages * min(blocks, group.most_blocks(self.grid) + in_flight) for group in self.groups)
 
     @property
     def padding(self) -> float:

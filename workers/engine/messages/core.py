@@ -238,7 +238,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     """The core has loaded its model and accepts requests.
 
     - `num_blocks` includes the null block; a block has `block_size` tokens in all layers.
-    - `max_model_len` fits into the KV cache.
+    - `cache_tokens`: tokens that the KV cache holds of requests of `max_model_len` tokens, which
+      fits into it.
     - `cache_dtype`: dtype of keys and values.
     - `quantization`: "" for none.
     - `weights_seconds`: duration of loading the weights.
@@ -271,6 +272,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     embedding_size: int = 0
     labels: list[str] = []
     matryoshka: list[int] = []
+    cache_tokens: int = 0
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

@@ -59,6 +59,10 @@ class ModelConfig:
         bidirectional = not all(layer.pattern.causal for layer in self.layers)
         return bidirectional or (self.pooling is not None and self.pooling.modes != ("last",))
 
+    def within(self, length: int) -> ModelConfig:
+        """Return the shape for contexts of up to `length` tokens, without windows as long."""
+        return replace(self, layers=tuple(_within(layer, length) for layer in self.layers))
+
     def layer_caches(self, number_bytes: int) -> list[LayerCache | None]:
         """Return what each layer keeps, in numbers of so many bytes; None if it reads another's.
 
@@ -107,6 +111,12 @@ class ModelConfig:
     def rotation(self, layer: int) -> int:
         """Return the index in `ropes` of a layer's rotation."""
         return self.rotations[layer] if self.rotations else 0
+
+
+def _within(layer: AttentionShape, length: int) -> AttentionShape:
+    pattern = layer.pattern
+    reaches = (pattern.window or 0) >= length or (pattern.chunk or 0) >= length
+    return replace(layer, pattern=replace(pattern, window=None, chunk=None)) if pattern.causal and reaches else layer
 
 
 def _layer_cache(layer: AttentionShape, number_bytes: int, keeps_all: bool) -> LayerCache:

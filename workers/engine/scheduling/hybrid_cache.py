@@ -3,13 +3,12 @@
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.engine.messages.cache_groups import CacheGroups, CacheRule
+from workers.engine.messages.cache_groups import CHUNK_TOKENS, CacheGroups
 from workers.engine.messages.step import NewBlocks
 from workers.engine.scheduling.cache import SchedulerCache
 from workers.engine.scheduling.kv_cache import KVCache, hash_block
@@ -19,24 +18,14 @@ from workers.engine.scheduling.request import RequestState
 
 
 def make_cache(
-    groups: CacheGroups,
-    num_pages: int,
-    most_in_flight: int,
-    *,
-    enable_prefix_caching: bool,
-    whole_prompts: bool,
+    groups: CacheGroups, num_pages: int, most_in_flight: int, *, enable_prefix_caching: bool
 ) -> SchedulerCache:
     """Return the cache of a model with these groups.
 
-    `most_in_flight` is the number of tokens of all launched steps. Whole prompts leave a window
-    nothing to free.
+    `most_in_flight` is the number of tokens of all launched steps.
     """
-    first = groups.groups[0]
-    if len(groups.groups) == 1 and (first.rule.keeps_all or whole_prompts):
+    if len(groups.groups) == 1 and groups.groups[0].rule.keeps_all:
         return KVCache(num_pages, groups.grid, enable_prefix_caching)
-    if whole_prompts:
-        kept = tuple(replace(group, rule=CacheRule()) for group in groups.groups)
-        groups = replace(groups, groups=kept)
     return HybridKVCache(groups, num_pages, most_in_flight, enable_prefix_caching)
 
 
@@ -72,8 +61,8 @@ class HybridKVCache:
         self._full_pages = sum(self._pages[index] for index in self._full)
         self._windows = [index for index, group in enumerate(groups.groups) if not group.rule.keeps_all]
         windows = [groups.groups[index] for index in self._windows]
-        self._spans = [(group.pages, _most_blocks(group.rule, size)) for group in windows]
-        self._blocks_in_flight = -(-most_in_flight // size)
+        self._spans = [(group.pages, group.most_blocks(size)) for group in windows]
+        self._blocks_in_flight = -(-min(most_in_flight, CHUNK_TOKENS) // size)
         self.block_pages = sum(self._pages)
         self.frees_old_blocks = bool(self._windows)
         self.max_tokens = self._most_tokens()
@@ -342,9 +331,3 @@ def _is_free(node: PrefixNode | None, group: int) -> bool:
 def _blocks_at(request: RequestState, index: int) -> list[PageBlock]:
     """Return the blocks of all groups that the request still has there."""
     return [run.blocks[index - run.first] for run in request.runs if run.first <= index < run.end]
-
-
-def _most_blocks(rule: CacheRule, block_size: int) -> int:
-    """Return the most blocks that a decoding request has of a window or chunk."""
-    tokens = rule.window or rule.chunk or 1
-    return 1 + -(-(tokens - 1) // block_size)

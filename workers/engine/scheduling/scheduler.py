@@ -26,6 +26,8 @@ from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from itertools import chain
 
+import numpy as np
+
 from workers.engine.guides.guide import ALL_EXCLUDED_BY_GRAMMAR, Guide
 from workers.engine.guides.guide_threads import GuideThreads
 from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
@@ -105,6 +107,12 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._output = OutputBuilder()
+
+    @property
+    def cache_tokens(self) -> int:
+        """Return how many tokens the cache holds of requests of the longest context."""
+        longest = float(self._kv_cache.pages_at(np.array([float(self.max_model_len)]))[0])
+        return int(self._kv_cache.num_pages * self.max_model_len / longest)
 
     @property
     def num_blocks(self) -> int:

@@ -12,7 +12,7 @@ from tests.workers.engine.checkpoint.test_loading import edit
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.native.available import needs_native
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
-from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes
+from workers.engine.device.cache_plan import block_bytes, cache_groups, cpu_cache_bytes, plan_cache
 from workers.engine.device.executor import Executor
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig, available_cpus
@@ -37,7 +37,7 @@ def test_cache_too_small_for_the_asked_context_is_refused() -> None:
 def test_context_is_shortened_to_the_cache_when_not_asked_for() -> None:
     per_block = block_bytes(open_checkpoint(str(folder("llama"))).config, torch.float32, 16)
     executor = Executor(config(kv_cache_memory_bytes=5 * per_block))
-    assert (executor.num_blocks, executor.config.max_model_len) == (5, 4 * 16)
+    assert (executor.num_pages, executor.config.max_model_len) == (5, 4 * 16)
 
 
 @needs_native
@@ -47,7 +47,7 @@ def test_a_cache_fills_what_it_was_given(dtype: str, tmp_path: Path) -> None:
     edit(path / "config.json", dtype="bfloat16")
     executor = Executor(EngineConfig(model=str(path), device="cpu", dtype=dtype, kv_cache_memory_bytes=100_000))  # type: ignore[arg-type]
     size = sum(layer.cache.nbytes for layer in executor.runner.layers)
-    assert 100_000 - size < size / executor.num_blocks
+    assert 100_000 - size < size / executor.num_pages
     assert executor.runner.layers[0].cache.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
 
 
@@ -111,3 +111,25 @@ def test_a_device_that_is_not_there_is_refused(device: str, why: str) -> None:
 def test_prefix_caching_where_keys_depend_on_the_prompt(name: str, kept: bool) -> None:
     executor = Executor(EngineConfig(model=str(folder(name)), dtype="float32", device="cpu", threads=1))
     assert executor.config.enable_prefix_caching is kept
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    settings = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 16}
+    for length, windows in ((24, [None]), (25, [24])):
+        executor = Executor(EngineConfig(model=str(folder("mistral")), max_model_len=length, **settings))  # type: ignore[arg-type]
+        assert [group.rule.window for group in executor.cache_groups.groups] == windows
+        executor.close()
+
+
+def test_a_context_needs_the_pages_of_its_windows_and_of_one_block_more() -> None:
+    """Three layers, of which two keep a window of 24 tokens: a page is a block of one layer."""
+    model = open_checkpoint(str(folder("gemma3"))).config
+    groups = cache_groups(model, torch.float32, 16)
+    settings = EngineConfig(
+        model=str(folder("gemma3")), dtype="float32", device="cpu", threads=1, block_size=16, max_model_len=208
+    )
+    pages = 1 + 208 // 16 + 2 * 3
+    planned = resolve(settings, "cpu", model)
+    assert plan_cache(planned, model, torch.float32, pages * groups.page_bytes)[1] == pages
+    with pytest.raises(ModelLoadError, match="a context of 208 tokens needs a KV cache of"):
+        plan_cache(planned, model, torch.float32, pages * groups.page_bytes - 1)

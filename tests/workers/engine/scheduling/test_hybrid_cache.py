@@ -313,20 +313,20 @@ def test_admission_counts_the_pages_of_a_length_a_window_and_the_steps_in_flight
 
 
 @pytest.mark.parametrize(
-    ("layers", "whole_prompts", "kind"),
+    ("layers", "kind"),
     [
-        ([ALL, ALL], False, KVCache),
-        ([LOCAL], False, HybridKVCache),
-        ([LOCAL], True, KVCache),
-        ([LOCAL, ALL], True, HybridKVCache),
+        ([ALL, ALL], KVCache),
+        ([LOCAL], HybridKVCache),
+        ([LOCAL, ALL], HybridKVCache),
+        ([LayerCache(CacheRule(), 1, (1,)), ALL], HybridKVCache),
     ],
 )
 def test_only_layers_that_differ_or_have_a_window_need_the_cache_of_several_groups(
-    layers: list[LayerCache], whole_prompts: bool, kind: type
+    layers: list[LayerCache], kind: type
 ) -> None:
-    made = make_cache(groups_of(layers), 50, 64, enable_prefix_caching=True, whole_prompts=whole_prompts)
+    made = make_cache(groups_of(layers), 50, 64, enable_prefix_caching=True)
     assert isinstance(made, kind)
-    assert made.frees_old_blocks == (kind is HybridKVCache and not whole_prompts)
+    assert made.frees_old_blocks == (LOCAL in layers)
 
 
 def test_a_cache_without_pages_for_one_block_is_refused() -> None:

@@ -292,6 +292,11 @@ class TokenDevice:
         return token
 
 
+def kept_whole(groups: CacheGroups) -> CacheGroups:
+    """Return groups that keep all, as those of a model with whole prompts do."""
+    return replace(groups, groups=tuple(replace(group, rule=CacheRule()) for group in groups.groups))
+
+
 @dataclass
 class ScheduledRun:
     setup: Setup
@@ -304,11 +309,10 @@ class ScheduledRun:
     def __post_init__(self) -> None:
         setup = self.setup
         self.kv_cache = make_cache(
-            setup.groups,
+            setup.groups if not setup.whole else kept_whole(setup.groups),
             setup.num_pages,
             (setup.depth + 1) * setup.budget,
             enable_prefix_caching=setup.prefix_caching and not setup.whole,
-            whole_prompts=setup.whole,
         )
         self.scheduler = Scheduler(
             setup.max_num_seqs,
