@@ -247,6 +247,15 @@ def repeated_kinds(raw: Json, pattern: int) -> Sequence[str]:
     return layer_kinds(raw, [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(count)])
 
 
+def patterned_kinds(raw: Json, default: int) -> Sequence[str]:
+    """Return `layer_types`; without any, every `sliding_window_pattern`-th layer has no window.
+
+    Raises ModelLoadError.
+    """
+    given = bool(raw.get("layer_types"))
+    return repeated_kinds(raw, default if given else require(raw, "sliding_window_pattern", default))
+
+
 def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """Return the windows of layers from `layer_kinds`."""
     return tuple(window if kind == SLIDING else None for kind in kinds)

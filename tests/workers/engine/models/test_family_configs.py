@@ -1,6 +1,7 @@
 """A family's config.json in its older forms means the same, and one that cannot run is refused."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,6 +49,15 @@ def test_layers_without_a_window_have_no_positions() -> None:
     for config in (cohere2.config(SHAPE), exaone4.config(SHAPE | {"sliding_window_pattern": "LLLG"})):
         assert [layer.pattern.window for layer in config.layers] == [4096, 4096, 4096, None]
         assert [config.ropes[config.rotation(layer)] is None for layer in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("family", [cohere2, exaone4, gemma3])
+def test_a_pattern_is_read_only_without_types_of_layers(family: ModuleType) -> None:
+    raw = SHAPE | {"sliding_window_pattern": None}
+    config = family.config(raw | {"layer_types": ["sliding_attention", "full_attention"] * 2})
+    assert [layer.pattern.window for layer in config.layers] == [4096, None, 4096, None]
+    with pytest.raises(ModelLoadError, match=r"no usable 'sliding_window_pattern' \(found None\)"):
+        family.config(raw)
 
 
 def test_older_names_of_longrope() -> None:
