@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from workers.engine.layers.query_temperature import QueryTemperature
 from workers.engine.layers.rope_config import RopeConfig
 from workers.engine.layers.rotary import inverse_frequencies
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import cohere2, exaone4, gemma2, gemma3, gpt_neox, hunyuan, phi3, smollm3
+from workers.engine.models import cohere2, exaone4, gemma2, gemma3, gpt_neox, hunyuan, ministral3, phi3, smollm3
 from workers.engine.models.config import Json
 from workers.engine.models.text_part import text_part
 
@@ -66,6 +67,16 @@ def test_older_names_of_longrope() -> None:
         rope = phi3.config(SHAPE | {"rope_scaling": {"type": name, **factors}}).ropes[0]
         assert rope is not None
         assert (rope.kind, rope.unscaled_length) == ("longrope", 4096)
+
+
+def test_ministral3_as_transformers_4_and_5_save_it() -> None:
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "llama_4_scaling_beta": 0.2}
+    for name in ("rope_scaling", "rope_parameters"):
+        assert ministral3.config(SHAPE | {name: rope}).query_temperature == QueryTemperature(0.2, 512)
+        for part, value in (("llama_4_scaling_beta", None), ("original_max_position_embeddings", 0)):
+            with pytest.raises(ModelLoadError, match=rf"no usable '{part}' .*found {value}"):
+                ministral3.config(SHAPE | {name: rope | {part: value}})
+    assert ministral3.config(SHAPE | {"rope_parameters": None}).query_temperature == QueryTemperature(0.1, 16384)
 
 
 def test_older_names_of_partial_rotation() -> None:
