@@ -172,15 +172,29 @@ def ropes_by_kind(
     """Return the rotations of layers with a window and of those without, in the form of
     transformers 5 (`rope_parameters` by type of layer) or 4 (`rope_scaling` of those without).
 
-    The bases are defaults.
+    The bases are defaults. Raises ModelLoadError.
     """
-    by_kind = raw.get("rope_parameters") or {}
+    local, full = rope_parameters_of(raw, (SLIDING, FULL))
     scalings = (
-        {"rope_theta": local_theta, **(by_kind.get(SLIDING) or {})},
-        {"rope_theta": global_theta, **(raw.get("rope_scaling") or {}), **(by_kind.get(FULL) or {})},
+        {"rope_theta": local_theta, **local},
+        {"rope_theta": global_theta, **(raw.get("rope_scaling") or {}), **full},
     )
     first, second = (rope_config({**raw, "rope_scaling": each}, max_position_embeddings) for each in scalings)
     return first, second
+
+
+def rope_parameters_of(raw: Json, kinds: Sequence[str]) -> list[Json]:
+    """Return the `rope_parameters` of each type of layer, {} for one that has none.
+
+    Raises ModelLoadError if they are of no type of layer, which transformers 5.24 would ignore.
+    """
+    by_kind = raw.get("rope_parameters") or {}
+    found = [by_kind.get(kind) or {} for kind in kinds]
+    if not all(isinstance(each, Mapping) for each in found) or (by_kind and by_kind.keys().isdisjoint(kinds)):
+        raise ModelLoadError(
+            f"config.json has rope_parameters that are not by type of layer; give {' and '.join(kinds)} an object each"
+        )
+    return found
 
 
 def rotations_by_kind(kinds: Sequence[str]) -> tuple[int, ...]:

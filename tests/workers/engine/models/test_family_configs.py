@@ -10,7 +10,19 @@ from workers.engine.layers.query_temperature import QueryTemperature
 from workers.engine.layers.rope_config import RopeConfig
 from workers.engine.layers.rotary import inverse_frequencies
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import cohere2, exaone4, gemma2, gemma3, gpt_neox, hunyuan, ministral3, phi3, smollm3
+from workers.engine.models import (
+    cohere2,
+    exaone4,
+    gemma2,
+    gemma3,
+    gemma4,
+    gpt_neox,
+    hunyuan,
+    ministral3,
+    olmo3,
+    phi3,
+    smollm3,
+)
 from workers.engine.models.config import Json
 from workers.engine.models.text_part import text_part
 
@@ -44,6 +56,17 @@ def test_gemma3_as_transformers_4_and_5_save_it() -> None:
     assert replace(first, ropes=()) == replace(second, ropes=())
     assert first.max_model_len == 131072  # of which the factor is a part
     assert [layer.pattern.window for layer in first.layers] == [4096, None, 4096, None]
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 8.0}, {"full_attention": "yarn"}])
+def test_rope_parameters_of_no_type_of_layer_are_refused(rope: dict[str, Any]) -> None:
+    for family in (gemma3, gemma4, olmo3):
+        with pytest.raises(ModelLoadError, match="give sliding_attention and full_attention an object each"):
+            family.config(SHAPE | {"rope_parameters": rope})
+    assert [told(rope) for rope in olmo3.config(SHAPE | {"rope_scaling": LINEAR}).ropes] == [
+        (5e5, "default", 2048),
+        (5e5, "linear", 16384),
+    ]
 
 
 def test_layers_without_a_window_have_no_positions() -> None:
