@@ -87,12 +87,6 @@ def _does_not_fit(
     )
 
 
-def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Return the bytes of one block of the grid in all layers."""
-    groups = cache_groups(model, dtype, block_size)
-    return groups.page_bytes * sum(group.pages for group in groups.groups)
-
-
 def _bytes_for(config: ResolvedConfig, groups: CacheGroups, length: int, requests: int = 1) -> int:
     """Return the bytes of a cache for so many requests of `length` tokens at a time."""
     return (requests * _request_pages(config, groups, -(-length // groups.grid)) + 1) * groups.page_bytes
