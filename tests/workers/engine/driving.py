@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from tests.workers.engine.cache_sizes import block_bytes
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.places import CPU, Place
 from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.core import EngineCore
 from workers.engine.cuda.graphs import Work
-from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig

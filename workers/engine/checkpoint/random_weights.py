@@ -28,9 +28,9 @@ class RandomWeights(Weights):
     """Provides every tensor that a model asks for, the same numbers in each process.
 
     Matrices are uniform with the variance 1 / n for their shorter side n, so that hidden states
-    keep about their size; norms are 1, other tensors of one dimension 0. A matrix that `quantized`
-    stores in few bits is so here, if products with it need no dequantization. Others are exact in
-    `stored`.
+    keep about their size; biases are 0, other tensors of one dimension 1, since most multiply. A
+    matrix that `quantized` stores in few bits is so here, if products with it need no
+    dequantization. Others are exact in `stored`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RandomWeights(Weights):
 
     def _open(self, name: str, shape: Sequence[int]) -> Tensor:
         if len(shape) == 1:
-            value = 1.0 if name.endswith(".weight") else 0.0
+            value = 0.0 if name.endswith("bias") else 1.0
             return torch.full(tuple(shape), value, dtype=self._stored_dtype, device=self.device)
         rows, columns = shape
         return self._windows(name, (rows, columns), self._stored_dtype, _largest(rows, columns))

@@ -70,12 +70,6 @@ def _does_not_fit(length: int, groups: CacheGroups, budget: int, memory: GpuMemo
     )
 
 
-def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Return the bytes of one block of the grid in all layers."""
-    groups = cache_groups(model, dtype, block_size)
-    return groups.page_bytes * sum(group.pages for group in groups.groups)
-
-
 def _bytes_for(groups: CacheGroups, length: int) -> int:
     """Return the bytes of a cache for one request of `length` tokens."""
     return (groups.request_pages(-(-length // groups.grid)) + 1) * groups.page_bytes

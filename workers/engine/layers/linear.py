@@ -1,5 +1,5 @@
-"""Load projections and sinks. Projections with the same input are fused; all are sharded over the
-ranks of a model (see `parallel.py`).
+"""Load projections. Those with the same input are fused; all are sharded over the ranks of a model
+(see `parallel.py`).
 """
 
 from __future__ import annotations
@@ -78,11 +78,6 @@ def load_row_parallel(
     biases = weights.take(f"{name}.bias", (size_out,)) if bias else None
     own = weights.ops.linear(weight, biases if parallel.rank == 0 else None)
     return own if parallel.size == 1 else RowParallel(own, parallel)
-
-
-def load_sinks(weights: Weights, name: str, heads: int) -> Tensor:
-    """Return `AttentionPart.sinks` of this rank's `heads`."""
-    return weights.take_rows([name], [weights.parallel.shard(heads)]).float()
 
 
 def _take_fused(

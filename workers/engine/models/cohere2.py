@@ -10,7 +10,7 @@ from workers.engine.models import cohere
 from workers.engine.models.config import (
     Json,
     ModelConfig,
-    repeated_kinds,
+    patterned_kinds,
     rotations_by_kind,
     sliding_window,
     windows_by_kind,
@@ -18,7 +18,7 @@ from workers.engine.models.config import (
 
 
 def config(raw: Json) -> ModelConfig:
-    kinds = repeated_kinds(raw, raw.get("sliding_window_pattern", 4))
+    kinds = patterned_kinds(raw, 4)
     config = cohere.cohere_config(raw, windows_by_kind(kinds, sliding_window(raw, 4096)))
     return replace(config, ropes=(*config.ropes, None), rotations=rotations_by_kind(kinds))
 

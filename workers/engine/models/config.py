@@ -182,15 +182,29 @@ def ropes_by_kind(
     """Return the rotations of layers with a window and of those without, in the form of
     transformers 5 (`rope_parameters` by type of layer) or 4 (`rope_scaling` of those without).
 
-    The bases are defaults.
+    The bases are defaults. Raises ModelLoadError.
     """
-    by_kind = raw.get("rope_parameters") or {}
+    local, full = rope_parameters_of(raw, (SLIDING, FULL))
     scalings = (
-        {"rope_theta": local_theta, **(by_kind.get(SLIDING) or {})},
-        {"rope_theta": global_theta, **(raw.get("rope_scaling") or {}), **(by_kind.get(FULL) or {})},
+        {"rope_theta": local_theta, **local},
+        {"rope_theta": global_theta, **(raw.get("rope_scaling") or {}), **full},
     )
     first, second = (rope_config({**raw, "rope_scaling": each}, max_position_embeddings) for each in scalings)
     return first, second
+
+
+def rope_parameters_of(raw: Json, kinds: Sequence[str]) -> list[Json]:
+    """Return the `rope_parameters` of each type of layer, {} for one that has none.
+
+    Raises ModelLoadError if they are of no type of layer, which transformers 5.24 would ignore.
+    """
+    by_kind = raw.get("rope_parameters") or {}
+    found = [by_kind.get(kind) or {} for kind in kinds]
+    if not all(isinstance(each, Mapping) for each in found) or (by_kind and by_kind.keys().isdisjoint(kinds)):
+        raise ModelLoadError(
+            f"config.json has rope_parameters that are not by type of layer; give {' and '.join(kinds)} an object each"
+        )
+    return found
 
 
 def rotations_by_kind(kinds: Sequence[str]) -> tuple[int, ...]:
@@ -255,6 +269,15 @@ def repeated_kinds(raw: Json, pattern: int) -> Sequence[str]:
     """Return `layer_types`; by default every `pattern`-th layer has no window."""
     count = require(raw, "num_hidden_layers")
     return layer_kinds(raw, [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(count)])
+
+
+def patterned_kinds(raw: Json, default: int) -> Sequence[str]:
+    """Return `layer_types`; without any, every `sliding_window_pattern`-th layer has no window.
+
+    Raises ModelLoadError.
+    """
+    given = bool(raw.get("layer_types"))
+    return repeated_kinds(raw, default if given else require(raw, "sliding_window_pattern", default))
 
 
 def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:

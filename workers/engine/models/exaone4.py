@@ -12,7 +12,7 @@ from workers.engine.models.config import (
     Json,
     ModelConfig,
     layer_kinds,
-    repeated_kinds,
+    patterned_kinds,
     require,
     rotations_by_kind,
     sliding_window,
@@ -29,8 +29,8 @@ def config(raw: Json) -> ModelConfig:
     if window is None:
         layer_kinds(raw, [FULL] * require(raw, "num_hidden_layers"), (FULL,))
         return decoder_config(raw, num_kv_heads=32, max_position_embeddings=2048)
-    pattern = raw.get("sliding_window_pattern", 4)
-    kinds = repeated_kinds(raw, len(pattern) if isinstance(pattern, str) else pattern)
+    pattern = raw.get("sliding_window_pattern")
+    kinds = patterned_kinds({**raw, "sliding_window_pattern": len(pattern)} if isinstance(pattern, str) else raw, 4)
     windows = windows_by_kind(kinds, window)
     config = decoder_config(raw, num_kv_heads=32, max_position_embeddings=2048, windows=windows)
     return replace(config, ropes=(*config.ropes, None), rotations=rotations_by_kind(kinds))

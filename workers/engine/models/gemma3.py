@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from workers.engine.layers.base import AttentionPattern, AttentionShape
 from workers.engine.layers.weights import Weights
-from workers.engine.models.config import Json, ModelConfig, repeated_kinds, ropes_by_kind, rotations_by_kind
+from workers.engine.models.config import Json, ModelConfig, patterned_kinds, ropes_by_kind, rotations_by_kind
 from workers.engine.models.decoder import SANDWICH_NORMS, RotaryDecoder
 from workers.engine.models.gemma import gemma_config, gemma_variant
 
 
 def config(raw: Json) -> ModelConfig:
-    kinds = repeated_kinds(raw, raw.get("sliding_window_pattern", 6))
+    kinds = patterned_kinds(raw, 6)
     config = gemma_config(raw, 4, 131072, kinds)
     local, full = ropes_by_kind(
         raw,

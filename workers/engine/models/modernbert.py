@@ -22,7 +22,7 @@ from workers.engine.layers.rotary import Rotary
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import EncoderModel
-from workers.engine.models.config import Json, ModelConfig, require, rope_config
+from workers.engine.models.config import Json, ModelConfig, require, rope_config, rope_parameters_of
 from workers.engine.models.encoder import bidirectional_config
 from workers.engine.models.head import load_dense, load_norm
 
@@ -68,7 +68,7 @@ class ModernBert(EncoderModel):
             weights.take_table("*.embeddings.tok_embeddings.weight", config.vocab_size, config.hidden_size)
         )
         self.norm = _norm(raw, config, weights, "*.embeddings.norm")
-        ropes = [rope_config(_rope(raw, kind), config.max_position_embeddings) for kind in _THETAS]
+        ropes = [rope_config(each, config.max_position_embeddings) for each in _ropes(raw)]
         dim = config.layers[0].head_dim
         self.rotaries = [Rotary(rope, dim, max_model_len, weights.dtype, weights.device) for rope in ropes]
         layers = [_layer(raw, config, weights, layer, list(_THETAS).index(kind)) for layer, kind in enumerate(kinds)]
@@ -114,8 +114,8 @@ def _layer_kinds(raw: Json, layers: int) -> list[str]:
     return [str(kind) for kind in kinds]
 
 
-def _rope(raw: Json, kind: str) -> Json:
-    """Return the rotary settings of one kind of layer, in the form for `rope_config`."""
-    name, theta = _THETAS[kind]
-    given = dict((raw.get("rope_parameters") or {}).get(kind) or {})
-    return {"rope_parameters": {"rope_theta": raw.get(name, theta), **given}}
+def _ropes(raw: Json) -> list[Json]:
+    """Return the rotary settings of each kind of layer, in the form for `rope_config`."""
+    bases = (raw.get(name, theta) for name, theta in _THETAS.values())
+    given = rope_parameters_of(raw, list(_THETAS))
+    return [{"rope_parameters": {"rope_theta": base, **each}} for base, each in zip(bases, given, strict=True)]

@@ -60,7 +60,7 @@ def answers(model: Path, **settings: Any) -> list[list[int]]:
     return [found[index].tokens for index in range(4)]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gptq-4-32"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma4", "gptq-4-32"])
 def test_greedy_answers_vary_and_are_the_same_again(name: str, tmp_path: Path) -> None:
     source = write(CASES[name], tmp_path / "whole")[0] if name in CASES else folder(name)
     model = without_weights(source, tmp_path / "model")

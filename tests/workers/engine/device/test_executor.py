@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.engine.cache_sizes import block_bytes
 from tests.workers.engine.checkpoint.test_loading import edit
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.native.available import needs_native
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
-from workers.engine.device.cache_plan import block_bytes, cache_groups, cpu_cache_bytes, plan_cache
+from workers.engine.device.cache_plan import cache_groups, cpu_cache_bytes, plan_cache
 from workers.engine.device.executor import Executor
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig, available_cpus

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.workers.engine.cache_sizes import block_bytes
 from tests.workers.engine.driving import resolved
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.places import CPU, Place, interpreted, on_gpu
 from workers.engine.backends.registry import find_backend
 from workers.engine.checkpoint.decoder_loader import load_weights
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
-from workers.engine.device.cache_plan import block_bytes, plan_cache
+from workers.engine.device.cache_plan import plan_cache
 from workers.engine.device.executor import Executor
 from workers.engine.device.memory import GpuMemory, _container, _machine, available_memory, gib
 from workers.engine.device.memory_profiling import largest_step, profile_memory

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.processes import command_line
+from tests.workers.engine.cache_sizes import block_bytes
 from tests.workers.engine.driving import BLOCK_SIZE, Run, run
 from tests.workers.engine.guides.texts import TOKENS, bytes_of, choice, regex
 from tests.workers.engine.models.tiny_models import MODELS, VOCAB, TinyModel, make
 from workers.engine.checkpoint.decoder_loader import load_weights
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint, shard_checkpoint
 from workers.engine.core import EngineCore
-from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
 from workers.engine.layers.base import Projection
 from workers.engine.layers.parallel import Parallel

@@ -1,14 +1,28 @@
 """A family's config.json in its older forms means the same, and one that cannot run is refused."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from workers.engine.layers.query_temperature import QueryTemperature
 from workers.engine.layers.rope_config import RopeConfig
 from workers.engine.layers.rotary import inverse_frequencies
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import cohere2, exaone4, gemma2, gemma3, gpt_neox, hunyuan, phi3, smollm3
+from workers.engine.models import (
+    cohere2,
+    exaone4,
+    gemma2,
+    gemma3,
+    gemma4,
+    gpt_neox,
+    hunyuan,
+    ministral3,
+    olmo3,
+    phi3,
+    smollm3,
+)
 from workers.engine.models.config import Json
 from workers.engine.models.text_part import text_part
 
@@ -44,10 +58,30 @@ def test_gemma3_as_transformers_4_and_5_save_it() -> None:
     assert [layer.pattern.window for layer in first.layers] == [4096, None, 4096, None]
 
 
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 8.0}, {"full_attention": "yarn"}])
+def test_rope_parameters_of_no_type_of_layer_are_refused(rope: dict[str, Any]) -> None:
+    for family in (gemma3, gemma4, olmo3):
+        with pytest.raises(ModelLoadError, match="give sliding_attention and full_attention an object each"):
+            family.config(SHAPE | {"rope_parameters": rope})
+    assert [told(rope) for rope in olmo3.config(SHAPE | {"rope_scaling": LINEAR}).ropes] == [
+        (5e5, "default", 2048),
+        (5e5, "linear", 16384),
+    ]
+
+
 def test_layers_without_a_window_have_no_positions() -> None:
     for config in (cohere2.config(SHAPE), exaone4.config(SHAPE | {"sliding_window_pattern": "LLLG"})):
         assert [layer.pattern.window for layer in config.layers] == [4096, 4096, 4096, None]
         assert [config.ropes[config.rotation(layer)] is None for layer in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("family", [cohere2, exaone4, gemma3])
+def test_a_pattern_is_read_only_without_types_of_layers(family: ModuleType) -> None:
+    raw = SHAPE | {"sliding_window_pattern": None}
+    config = family.config(raw | {"layer_types": ["sliding_attention", "full_attention"] * 2})
+    assert [layer.pattern.window for layer in config.layers] == [4096, None, 4096, None]
+    with pytest.raises(ModelLoadError, match=r"no usable 'sliding_window_pattern' \(found None\)"):
+        family.config(raw)
 
 
 def test_older_names_of_longrope() -> None:
@@ -56,6 +90,16 @@ def test_older_names_of_longrope() -> None:
         rope = phi3.config(SHAPE | {"rope_scaling": {"type": name, **factors}}).ropes[0]
         assert rope is not None
         assert (rope.kind, rope.unscaled_length) == ("longrope", 4096)
+
+
+def test_ministral3_as_transformers_4_and_5_save_it() -> None:
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "llama_4_scaling_beta": 0.2}
+    for name in ("rope_scaling", "rope_parameters"):
+        assert ministral3.config(SHAPE | {name: rope}).query_temperature == QueryTemperature(0.2, 512)
+        for part, value in (("llama_4_scaling_beta", None), ("original_max_position_embeddings", 0)):
+            with pytest.raises(ModelLoadError, match=rf"no usable '{part}' .*found {value}"):
+                ministral3.config(SHAPE | {name: rope | {part: value}})
+    assert ministral3.config(SHAPE | {"rope_parameters": None}).query_temperature == QueryTemperature(0.1, 16384)
 
 
 def test_older_names_of_partial_rotation() -> None:

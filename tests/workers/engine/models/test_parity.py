@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from tests.workers.engine.cache_sizes import block_bytes
 from tests.workers.engine.models.tiny_models import (
     EACH_MODEL,
     MODELS,
@@ -28,7 +29,6 @@ from tests.workers.engine.models.tiny_models import (
 from tests.workers.engine.places import GPU, Place, at_all, interpreted
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
 from workers.engine.core import EngineCore
-from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
 from workers.engine.device.model_runner import ModelRunner
 from workers.engine.messages.config import EngineConfig
