@@ -13,7 +13,7 @@ from tests.workers.engine.checkpoint.test_loading import edit
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.native.available import needs_native
 from workers.engine.checkpoint.model_checkpoint import open_checkpoint
-from workers.engine.device.cache_plan import cache_groups, cpu_cache_bytes, plan_cache
+from workers.engine.device.cache_plan import cpu_cache_bytes
 from workers.engine.device.executor import Executor
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig, available_cpus
@@ -120,17 +120,3 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
         executor = Executor(EngineConfig(model=str(folder("mistral")), max_model_len=length, **settings))  # type: ignore[arg-type]
         assert [group.rule.window for group in executor.cache_groups.groups] == windows
         executor.close()
-
-
-def test_a_context_needs_the_pages_of_its_windows_and_of_one_block_more() -> None:
-    """Three layers, of which two keep a window of 24 tokens: a page is a block of one layer."""
-    model = open_checkpoint(str(folder("gemma3"))).config
-    groups = cache_groups(model, torch.float32, 16)
-    settings = EngineConfig(
-        model=str(folder("gemma3")), dtype="float32", device="cpu", threads=1, block_size=16, max_model_len=208
-    )
-    pages = 1 + 208 // 16 + 2 * 3
-    planned = resolve(settings, "cpu", model)
-    assert plan_cache(planned, model, torch.float32, pages * groups.page_bytes)[1] == pages
-    with pytest.raises(ModelLoadError, match="a context of 208 tokens needs a KV cache of"):
-        plan_cache(planned, model, torch.float32, pages * groups.page_bytes - 1)

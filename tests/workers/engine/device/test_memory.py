@@ -94,9 +94,7 @@ def test_a_context_that_a_gpu_does_not_hold_is_refused_with_all_numbers() -> Non
 
 
 def test_a_context_needs_of_a_window_no_more_than_a_request_can_read_again() -> None:
-    """Beside one block of the layer that keeps all, at most 4 of each window: 16 tokens, 16 of the
-    step in flight, and the ends of blocks.
-    """
+    """Beside the blocks of the layer that keeps all, at most 2 of each window of 16 tokens."""
     settings = config(max_num_seqs=1, max_num_batched_tokens=16)
     assert settings.depth == 0
     model = open_checkpoint(settings.model).config
@@ -106,15 +104,15 @@ def test_a_context_needs_of_a_window_no_more_than_a_request_can_read_again() -> 
         replace(model, layers=(*[near] * 5, full)),
         block_bytes(replace(model, layers=(full,)), torch.float32, 16),
     )
-    planned, pages = plan_cache(settings, mixed, torch.float32, 31 * page + 1)
-    assert (planned.max_model_len, pages) == (10 * 16, 31)
+    planned, pages = plan_cache(settings, mixed, torch.float32, 21 * page + 1)
+    assert (planned.max_model_len, pages) == (10 * 16, 21)
     planned, pages = plan_cache(settings, replace(model, layers=(full,) * 6), torch.float32, 31 * page)
     assert (planned.max_model_len, pages) == (4 * 16, 5)
     with pytest.raises(ModelLoadError) as caught:
-        plan_cache(config(max_model_len=200, max_num_batched_tokens=16), mixed, torch.float32, 31 * page)
+        plan_cache(config(max_model_len=200, max_num_batched_tokens=16), mixed, torch.float32, 21 * page)
     assert str(caught.value).startswith(
-        f"a context of 200 tokens needs a KV cache of {(13 + 5 * 4 + 1) * page} bytes, in pages of {page}, but"
-        f" {31 * page} are available; lower --max-model-len"
+        f"a context of 200 tokens needs a KV cache of {(13 + 5 * 2 + 1) * page} bytes, in pages of {page}, but"
+        f" {21 * page} are available; lower --max-model-len"
     )
 
 
