@@ -40,11 +40,7 @@ _HARMLESS = frozenset(
     }
     | {"position_ids", "return_dict", "use_cache"}
 )
-_NAMED = {
-    "s_aux": "attention sinks",
-    "softcap": "a soft cap on attention scores",
-    "position_bias": "a bias by position",
-}
+_NAMED = {"position_bias": "a bias by position"}
 
 ALL_BEFORE = 0
 OTHER = -1
@@ -59,6 +55,7 @@ class LayerCall:
     kv_heads: int
     head_dim: int
     scale: float | None
+    soft_cap: float | None  # of scores
     window: int | None  # tokens visible to a query, itself included; None for all before it
     # The same by the class's own mask: ALL_BEFORE, a window, or OTHER; None if it built none
     mask: int | None
@@ -73,13 +70,15 @@ def attend_rows(
     attention_mask: Tensor | None,
     *,
     attend: AttentionContext,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for T tokens of any rows: query [1, heads, T, d], key and value [1,
-    kv_heads, T, d] -> [1, T, heads, d].
+    kv_heads, T, d], sinks `s_aux` [heads] -> [1, T, heads, d].
     """
     layer = cast(int, module.layer_idx)
-    return attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(layer, q, k, v, None if s_aux is None else s_aux.float().contiguous())[None], None
 
 
 def watch(
@@ -93,24 +92,27 @@ def watch(
     *,
     attend: list[LayerCall] | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     if attend is None:
         raise ValueError("its layers do not pass keywords on to their attention")
     layer = getattr(module, "layer_idx", None)
     mask = None if attention_mask is None else int(attention_mask)
-    objection = _objection(query, key, value, others)
-    attend.append(
-        LayerCall(layer, query.shape[1], key.shape[1], query.shape[3], scaling, sliding_window, mask, objection)
-    )
+    objection = _objection(query, key, value, s_aux, others)
+    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
+    attend.append(LayerCall(layer, heads, kv_heads, head_dim, scaling, softcap, sliding_window, mask, objection))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _objection(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any]) -> str | None:
+def _objection(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, others: dict[str, Any]) -> str | None:
     if value.shape[3] != key.shape[3] or key.shape[3] != query.shape[3]:
         return f"keys of {key.shape[3]} and values of {value.shape[3]} numbers a head"
     if key.shape[2] != query.shape[2]:
         return "keys of more tokens than the step has"
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        return f"attention sinks of shape {list(sinks.shape)}"
     if others.get("is_causal") is False:
         return "attention to later tokens"
     unknown = [

@@ -213,7 +213,8 @@ def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: li
 def _layer_shape(call: LayerCall, positions: int) -> AttentionShape:
     scale = call.scale if call.scale is not None else call.head_dim**-0.5
     window = call.window if call.window and call.window < positions else None
-    return AttentionShape(call.heads, call.kv_heads, call.head_dim, scale, AttentionPattern(window=window))
+    pattern = AttentionPattern(window=window)
+    return AttentionShape(call.heads, call.kv_heads, call.head_dim, scale, pattern, soft_cap=call.soft_cap)
 
 
 def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:

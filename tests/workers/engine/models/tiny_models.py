@@ -380,9 +380,36 @@ OTHERS = {
             "bos_token_id": 0,
         },
     ),
+    "gpt-oss": TinyModel(
+        2,
+        0.22,
+        "GptOssConfig",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "olmoe": TinyModel(1, 0.22, "OlmoeConfig", _SHAPE | {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": TinyModel(
         1, 0.3, "OPTConfig", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 48, "tie_word_embeddings": False}
+    ),
+    "vaultgemma": TinyModel(
+        4,
+        0.22,
+        "VaultGemmaConfig",
+        _SHAPE
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
 }
 """Those that run by transformers' classes."""
