@@ -238,4 +238,5 @@ def test_same_as_transformers_by_the_gpus_kernels(name: str, place: Place) -> No
     core, sampler = start(name, SMALL, place)
     got = answers(core, expected)
     assert_same(expected, got, sampler)
-    assert got.preemptions > 0
+    if all(layer.pattern.window is None and layer.reads is None for layer in core._executor.model_config.layers):
+        assert got.preemptions > 0  # else memory is enough
