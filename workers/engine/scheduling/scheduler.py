@@ -327,7 +327,10 @@ class Scheduler:
         """End the requests of the step planned last whose guides have failed."""
         for request in self.guided(plan):
             if request.guide is not None and request.guide.ready and request.guide.mask_error:
-                self._fail_guided(request, request.guide.mask_error)
+                # The guide may have become ready after its last token was postponed
+                token, logprobs = request.postponed or (None, None)
+                request.postponed = None
+                self._fail_guided(request, request.guide.mask_error, token, logprobs)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Record the result of the oldest launched step; return everything since the last
@@ -444,11 +447,24 @@ class Scheduler:
         elif guide.finished:
             self._drop_guide(request)
 
-    def _fail_guided(self, request: RequestState, error: str) -> None:
+    def _fail_guided(
+        self,
+        request: RequestState,
+        error: str,
+        token: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """End a request whose guide failed, with a token that it has not got yet, if there is
+        one.
+        """
         if request.guide is not None and error != ALL_EXCLUDED_BY_GRAMMAR:
             self.forget_grammar(request.guide.grammar)
         self._output.logprobs.pop(request.id, None)
-        self._end(request, Finish.INVALID, error=error)
+        if token is not None:
+            request.tokens.append(token)
+        if logprobs is not None:
+            self._output.logprobs[request.id] = logprobs
+        self._end(request, Finish.INVALID, error=error, token=token)
 
     def _drop_guide(self, request: RequestState) -> None:
         if request.guide is not None:
