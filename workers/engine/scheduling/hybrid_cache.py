@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from workers.engine.messages.cache_groups import CHUNK_TOKENS, CacheGroups
 from workers.engine.messages.step import NewBlocks
 from workers.engine.scheduling.cache import SchedulerCache
-from workers.engine.scheduling.kv_cache import KVCache, hash_block
+from workers.engine.scheduling.kv_cache import KVCache, hash_blocks, hash_prefix
 from workers.engine.scheduling.page_pool import PagePool
 from workers.engine.scheduling.prefix_tree import BlockRun, PageBlock, PrefixNode, PrefixTree
 from workers.engine.scheduling.request import RequestState
@@ -72,7 +72,7 @@ class HybridKVCache:
     def find_prefix(self, request: RequestState) -> list[PrefixNode | None]:
         if not self.enable_prefix_caching:
             return []
-        full = self._hash_prefix(request)
+        full = hash_prefix(request, self.block_size)
         nodes = self.tree.match(request.block_hashes[:full])
         depth = self.tree.longest_border(nodes)
         request.branch = len(nodes) if self._full and depth < len(nodes) else 0
@@ -90,7 +90,7 @@ class HybridKVCache:
 
     def retain(self, request: RequestState) -> None:
         if self.enable_prefix_caching:
-            full = self._hash_prefix(request)
+            full = hash_prefix(request, self.block_size)
             self.tree.retain(request.id, request.block_hashes[:full])
 
     def release(self, request: RequestState) -> None:
@@ -143,7 +143,7 @@ class HybridKVCache:
         request.hash_at = (max(first, full) + 1) * size
         if full <= first:
             return
-        self._extend_hashes(request, full)
+        hash_blocks(request, full, size)
         if not self._attach(request, first, full):
             request.hash_at = sys.maxsize
             return
@@ -309,17 +309,6 @@ class HybridKVCache:
     def _free_blocks(self, blocks: Sequence[PageBlock]) -> None:
         for block in reversed(blocks):
             self.tree.free(block)
-
-    def _hash_prefix(self, request: RequestState) -> int:
-        """Hash all blocks except the one with the last token; return their number."""
-        full = (len(request.tokens) - 1) // self.block_size
-        self._extend_hashes(request, full)
-        return full
-
-    def _extend_hashes(self, request: RequestState, full: int) -> None:
-        hashes, tokens, size = request.block_hashes, request.tokens, self.block_size
-        for index in range(len(hashes), full):
-            hashes.append(hash_block(hashes[-1] if hashes else b"", tokens[index * size : (index + 1) * size]))
 
 
 def _is_free(node: PrefixNode | None, group: int) -> bool:

@@ -64,7 +64,7 @@ class KVCache:
     def find_prefix(self, request: RequestState) -> list[int]:
         if not self.enable_prefix_caching:
             return []
-        full = self._hash_prefix(request)
+        full = hash_prefix(request, self.block_size)
         found: list[int] = []
         for block_hash in request.block_hashes[:full]:
             block = self.pool.cached.get(block_hash)
@@ -75,7 +75,7 @@ class KVCache:
 
     def retain(self, request: RequestState) -> None:
         if self.enable_prefix_caching:
-            request.retained = self._hash_prefix(request)
+            request.retained = hash_prefix(request, self.block_size)
             self.pool.retain(request.block_hashes[: request.retained])
 
     def release(self, request: RequestState) -> None:
@@ -107,7 +107,7 @@ class KVCache:
         size = self.block_size
         full = min(request.computed, len(request.tokens)) // size
         first = request.hash_at // size - 1
-        self._extend_hashes(request, full)
+        hash_blocks(request, full, size)
         for index in range(first, full):
             self.pool.cache_block(request.blocks[index], request.block_hashes[index])
         request.hash_at = (max(first, full) + 1) * size
@@ -145,18 +145,20 @@ class KVCache:
     def give_up(self, request: RequestState) -> list[int]:
         return request.blocks
 
-    def _hash_prefix(self, request: RequestState) -> int:
-        """Hash all blocks except the one with the last token; return the number of hashed
-        blocks.
-        """
-        full = (len(request.tokens) - 1) // self.block_size
-        self._extend_hashes(request, full)
-        return full
 
-    def _extend_hashes(self, request: RequestState, full: int) -> None:
-        hashes, tokens, size = request.block_hashes, request.tokens, self.block_size
-        for index in range(len(hashes), full):
-            hashes.append(hash_block(hashes[-1] if hashes else b"", tokens[index * size : (index + 1) * size]))
+def hash_prefix(request: RequestState, block_size: int) -> int:
+    """Hash all blocks except the one with the last token; return the number of hashed blocks."""
+    full = (len(request.tokens) - 1) // block_size
+    hash_blocks(request, full, block_size)
+    return full
+
+
+def hash_blocks(request: RequestState, count: int, block_size: int) -> None:
+    """Hash those of the request's first `count` blocks that have no hash yet."""
+    hashes, tokens = request.block_hashes, request.tokens
+    for index in range(len(hashes), count):
+        block_tokens = tokens[index * block_size : (index + 1) * block_size]
+        hashes.append(hash_block(hashes[-1] if hashes else b"", block_tokens))
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
