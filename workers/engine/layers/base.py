@@ -191,7 +191,7 @@ class MlpPart:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputPart:
-    """What a layer adds from an input of its own: norm(projection(gate(x) * input))."""
+    """Weights of a layer's own input: the layer adds norm(projection(gate(x) * input))."""
 
     gate: Projection  # includes its activation
     projection: Projection

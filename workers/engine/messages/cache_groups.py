@@ -38,7 +38,7 @@ class CacheRule:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps."""
+    """The keys and values of one layer."""
 
     rule: CacheRule
     token_bytes: int  # of one token's keys and values

@@ -1,6 +1,4 @@
-"""What a config.json by itself says cannot run is refused in one sentence, before anything is
-started.
-"""
+"""A config.json that cannot run is refused in one sentence, before anything is started."""
 
 import json
 from pathlib import Path

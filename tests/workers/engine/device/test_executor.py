@@ -1,4 +1,4 @@
-"""What an executor refuses, and the KV cache that it plans."""
+"""Settings that an executor refuses, and the KV cache that it plans."""
 
 import shutil
 from dataclasses import replace

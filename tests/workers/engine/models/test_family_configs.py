@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
-def told(rope: RopeConfig | None) -> tuple[object, ...] | None:
+def settings_of(rope: RopeConfig | None) -> tuple[object, ...] | None:
     return None if rope is None else (rope.theta, rope.kind, rope.longest)
 
 
@@ -52,7 +52,7 @@ def test_gemma3_as_transformers_4_and_5_save_it() -> None:
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     }
     first, second = gemma3.config(older), gemma3.config(newer)
-    assert [told(rope) for rope in first.ropes] == [told(rope) for rope in second.ropes]
+    assert [settings_of(rope) for rope in first.ropes] == [settings_of(rope) for rope in second.ropes]
     assert replace(first, ropes=()) == replace(second, ropes=())
     assert first.max_model_len == 131072  # of which the factor is a part
     assert [layer.pattern.window for layer in first.layers] == [4096, None, 4096, None]
@@ -63,7 +63,7 @@ def test_rope_parameters_of_no_type_of_layer_are_refused(rope: dict[str, Any]) -
     for family in (gemma3, gemma4, olmo3):
         with pytest.raises(ModelLoadError, match="give sliding_attention and full_attention an object each"):
             family.config(SHAPE | {"rope_parameters": rope})
-    assert [told(rope) for rope in olmo3.config(SHAPE | {"rope_scaling": LINEAR}).ropes] == [
+    assert [settings_of(rope) for rope in olmo3.config(SHAPE | {"rope_scaling": LINEAR}).ropes] == [
         (5e5, "default", 2048),
         (5e5, "linear", 16384),
     ]
@@ -105,9 +105,9 @@ def test_ministral3_as_transformers_4_and_5_save_it() -> None:
 def test_older_names_of_partial_rotation() -> None:
     older = gpt_neox.config(SHAPE | {"rotary_pct": 0.5, "rotary_emb_base": 5e3})
     newer = gpt_neox.config(SHAPE | {"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 0.5}})
-    assert [(told(config.ropes[0]), config.ropes[0].rotated(16)) for config in (older, newer) if config.ropes[0]] == [
-        ((5e3, "default", 2048), 8)
-    ] * 2
+    assert [
+        (settings_of(config.ropes[0]), config.ropes[0].rotated(16)) for config in (older, newer) if config.ropes[0]
+    ] == [((5e3, "default", 2048), 8)] * 2
 
 
 def test_a_dynamic_rotation_with_alpha_does_not_depend_on_lengths() -> None:

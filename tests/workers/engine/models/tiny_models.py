@@ -474,7 +474,7 @@ WITH_IMAGES = {
         _OF_IMAGES,
     ),
 }
-"""Those of which only the text model runs."""
+"""Configurations of models with images, of which only the text model runs."""
 
 
 _folders: list[TemporaryDirectory[str]] = []  # held so that they are removed at exit

@@ -15,7 +15,7 @@ from workers.engine.scheduling.scheduler import Scheduler
 
 
 def check_cache(scheduler: Scheduler) -> None:
-    """What the cache says of its pages is true."""
+    """Check that the cache's records of its pages match the requests."""
     kv_cache = scheduler._kv_cache
     if isinstance(kv_cache, KVCache):
         check_pool(kv_cache.pool)

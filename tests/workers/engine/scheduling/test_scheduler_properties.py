@@ -61,7 +61,7 @@ MODELS: dict[str, list[LayerCache | None]] = {
     "chunks": [LayerCache(CacheRule(chunk=6), 2, (2,)), ALL],
     "chunks everywhere": [LayerCache(CacheRule(chunk=5), 2, (2,))],
 }
-_TAG = 100  # more than all tokens: what a page holds is told apart by column
+_TAG = 100  # times its column, added to each token that a page holds; more than any token id
 
 
 def next_token(context: list[int]) -> int:

@@ -10,13 +10,13 @@
 typedef struct packed_matrix packed_matrix;
 typedef struct attention_step attention_step;
 
-/* By which queries and keys are turned, in the numbers' own dtype. */
+/* Angles by which queries and keys are turned, in the numbers' own dtype. */
 typedef struct {
     const void *cos, *sin; /* [tokens][head_dim], with the sine's first half negated */
     ptrdiff_t stride;      /* in numbers, from token to token */
 } head_rotation;
 
-/* What a norm of rows, or of heads, is by. */
+/* Weights of a norm of rows, or of heads. */
 typedef struct {
     const void *weight, *bias; /* no weight: no norm; no bias: of root mean squares */
     float eps;

@@ -82,7 +82,7 @@ static void add(decoder_stack *stack, stack_pass *pass, char *x, const char *y) 
     count(stack, pass, NORMS);
 }
 
-/* What a part gives into what it adds. */
+/* Norm and scale a part's result in place, before it is added. */
 static void finish(decoder_stack *stack, stack_pass *pass, const norm_weights *norm, float factor, char *x) {
     if (norm->weight)
         add_norm(stack, pass, norm, x, NULL, x);
